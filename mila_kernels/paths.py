@@ -1,0 +1,23 @@
+"""Where the project's files lie, and where compiled steps are cached."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parent
+CSRC = PACKAGE / "csrc"
+EMULATION = PACKAGE / "emulation"
+DATA = ROOT / "data"
+RESULTS = ROOT / "results"
+NOTEBOOKS = ROOT / "notebooks"
+
+
+def cache_dir() -> Path:
+    """The folder of compiled steps: ``$MILA_CACHE``, else ``$XDG_CACHE_HOME/mila_kernels``, else ``~/.cache/mila_kernels``."""
+    chosen = os.environ.get("MILA_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mila_kernels"
