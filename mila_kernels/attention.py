@@ -1,0 +1,192 @@
+"""Attention: prefill over contiguous keys and values."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+
+from . import build, steps
+
+DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+MAX_GRID_YZ = 65535  # heads and batch are the grid's y and z
+
+
+class PrefillArgs(ctypes.Structure):
+    """The mirror of ``csrc/prefill/args.cuh``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "o", "lse")),
+        *((f"{name}_stride", ctypes.c_int64 * 3) for name in "qkvo"),
+        *((name, ctypes.c_int32) for name in ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("causal", "window", "dtype")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    step: str | steps.Step | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of many queries: ``softmax(scale * q k^T) v`` per head, computed in FP32.
+
+    Args:
+        q: ``[batch, q_len, q_heads, head_dim]``, BF16 or FP16, last dim contiguous, any other strides.
+        k, v: ``[batch, kv_len, kv_heads, head_dim]``, like ``q``; ``q_heads`` is a multiple of ``kv_heads``.
+        step: an optimisation step (``"prefill/02_smem_tiles"``); None: the fastest that fits device and shape.
+        causal: query ``i`` sits at position ``kv_len - q_len + i`` and sees no later key.
+        window: the number of keys a query sees, its own included; None: all. Needs ``causal``.
+        scale: factor of the scores; None: ``1 / sqrt(head_dim)``. Gemma 4 uses 1.0.
+        return_lse: also return ``ln(sum(exp(score)))``, float32 ``[batch, q_heads, q_len]``.
+
+    Returns:
+        ``[batch, q_len, q_heads, head_dim]`` in ``q``'s dtype, and the LSE if asked for. A query that sees no key
+        gives zeros and an LSE of -inf.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name, before anything is launched.
+        mila_kernels.build.KernelError: the launch was refused.
+
+    CUDA tensors run on their device and its current stream, CPU tensors in emulation. Forward only.
+    """
+    _check_tensors(q=q, k=k, v=v)
+    batch, q_len, q_heads, head_dim = q.shape
+    if k.shape != v.shape:
+        raise ValueError(f"v: shape {tuple(v.shape)} must equal that of k, {tuple(k.shape)}")
+    if k.shape[0] != batch or k.shape[3] != head_dim:
+        raise ValueError(
+            f"k: shape {tuple(k.shape)} must be [batch, kv_len, kv_heads, head_dim] with q's batch {batch} "
+            f"and head_dim {head_dim}"
+        )
+    kv_heads = k.shape[2]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"q: {q_heads} heads must be a multiple of k's {kv_heads}")
+    for name, size, most in (("batch", batch, MAX_GRID_YZ), ("q_heads", q_heads, MAX_GRID_YZ)):
+        if size > most:
+            raise ValueError(f"q: {name} {size} is above {most}")
+    if max(q_len, k.shape[1]) >= 2**31 - 2**16:
+        raise ValueError(f"q, k: lengths {q_len} and {k.shape[1]} must be below 2^31 - 2^16")
+    scale = _check_scale(scale, head_dim)
+    window = _check_window(window)
+    if window and not causal:
+        raise ValueError(f"window: {window} needs causal=True")
+    chosen = _resolve_step("prefill", step, q, k, v)
+    o, lse = torch.ops.mila_kernels.prefill(q, k, v, chosen.id, bool(causal), window, scale, bool(return_lse))
+    return (o, lse) if return_lse else o
+
+
+@torch.library.custom_op("mila_kernels::prefill", mutates_args=())
+def _prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: str, causal: bool, window: int, scale: float, with_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _prefill_outputs(q, k, v, step, causal, window, scale, with_lse)
+    args = PrefillArgs(
+        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), o=o.data_ptr(), lse=lse.data_ptr() if with_lse else None,
+        q_stride=_strides(q), k_stride=_strides(k), v_stride=_strides(v), o_stride=_strides(o),
+        batch=q.shape[0], q_len=q.shape[1], kv_len=k.shape[1], q_heads=q.shape[2], kv_heads=k.shape[2],
+        head_dim=q.shape[3], causal=causal, window=window, dtype=DTYPE_CODES[q.dtype], scale=scale,
+    )  # fmt: skip
+    if o.numel():
+        build.launch(steps.step(step), args, q.device, reads={"q": q, "k": k, "v": v}, writes={"o": o, "lse": lse})
+    return o, lse
+
+
+@_prefill.register_fake
+def _prefill_outputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: str, causal: bool, window: int, scale: float, with_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, q_len, q_heads, _ = q.shape
+    lse_shape = (batch, q_heads, q_len) if with_lse else (0,)
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _strides(x: torch.Tensor) -> Sequence[int]:
+    """Batch, token and head strides in elements."""
+    return (ctypes.c_int64 * 3)(*x.stride()[:3])
+
+
+def _check_tensors(**tensors: torch.Tensor) -> None:
+    """Type, dims, dtype, device, last stride and grad of attention's tensors; the first sets what the others match."""
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: a torch.Tensor is needed, not {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name}: shape {tuple(x.shape)} must have 4 dims, [batch, tokens, heads, head_dim]")
+        if x.dtype not in DTYPE_CODES:
+            raise ValueError(f"{name}: dtype {x.dtype} must be torch.bfloat16 or torch.float16")
+        if x.dtype != first.dtype:
+            raise ValueError(f"{name}: dtype {x.dtype} must equal that of {first_name}, {first.dtype}")
+        if x.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name}: device {x.device} must be a CUDA device, or cpu for emulation")
+        if x.device != first.device:
+            raise ValueError(f"{name}: device {x.device} must equal that of {first_name}, {first.device}")
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            raise ValueError(f"{name}: the last dim's stride is {x.stride(3)} and must be 1; pass {name}.contiguous()")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: requires grad, and there is no backward; use torch.no_grad() or {name}.detach()")
+
+
+def _check_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale: a float is needed, not {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: {scale} must be finite")
+    return float(scale)
+
+
+def _check_window(window: int | None) -> int:
+    """0 stands for no window from here on."""
+    if window is None:
+        return 0
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"window: an int or None is needed, not {type(window).__name__}")
+    if window <= 0:
+        raise ValueError(f"window: {window} must be positive, or None for no window")
+    return min(window, 2**31 - 1)
+
+
+def _resolve_step(op: str, step: str | steps.Step | None, *tensors: torch.Tensor) -> steps.Step:
+    """The step asked for, if it can run on these tensors; without one, the fastest that can."""
+    if step is None:
+        fitting = [s for s in steps.steps(op) if _misfit(s, *tensors) is None]
+        if not fitting:
+            raise ValueError(f"{op}: no step fits: {_misfit(steps.steps(op)[0], *tensors)}")
+        return max(fitting, key=lambda s: (s.kept, s.order))
+    chosen = step if isinstance(step, steps.Step) else steps.step(step if "/" in step else f"{op}/{step}")
+    if chosen.op != op:
+        raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")
+    reason = _misfit(chosen, *tensors)
+    if reason:
+        raise ValueError(f"step: {chosen.id} does not fit: {reason}")
+    return chosen
+
+
+def _misfit(step: steps.Step, *tensors: torch.Tensor) -> str | None:
+    """Why a step cannot run on these tensors, or None."""
+    q = tensors[0]
+    head_dim = q.shape[3]
+    if head_dim not in step.head_dims:
+        return f"q: head_dim {head_dim} must be one of {', '.join(map(str, step.head_dims))}"
+    if DTYPE_NAMES[q.dtype] not in step.dtypes:
+        return f"q: dtype {q.dtype} must be one of {', '.join(step.dtypes)}"
+    if q.device.type == "cuda" and not step.runs_on(torch.cuda.get_device_capability(q.device)):
+        return f"q: {torch.cuda.get_device_name(q.device)} is not one of {', '.join(step.architectures)}"
+    for name, x in zip("qkv", tensors, strict=False):
+        offsets = [x.data_ptr() % step.alignment if x.numel() else 0]
+        offsets += [stride * x.element_size() % step.alignment for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+        if any(offsets):
+            return f"{name}: address and strides must be multiples of {step.alignment} bytes; pass {name}.contiguous()"
+    return None

@@ -1,0 +1,99 @@
+"""One entry an operation: inputs, call, truth, work and error bound, so that checks, benchmarks and notebooks need no
+special cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import attention, reference
+from .shapes import Workload
+from .steps import Step
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation.
+
+    ``make_inputs(workload, seed, device)`` gives fresh random keyword arguments of ``run``; ``run(step=..., **inputs)``
+    and ``reference(**inputs)`` give the same outputs, the latter in float64; ``flops`` and ``bytes`` count the
+    mathematical operations and the fewest bytes through device memory; ``bound`` is the largest relative L2 error.
+    """
+
+    name: str
+    make_inputs: Callable[[Workload, int, torch.device], dict[str, Any]]
+    run: Callable[..., tuple[torch.Tensor, ...]]
+    reference: Callable[..., tuple[torch.Tensor, ...]]
+    flops: Callable[[Workload], float]
+    bytes: Callable[[Workload], float]
+    bound: Callable[[Workload], float]
+
+
+def _attention_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(tokens: int, heads: int) -> torch.Tensor:
+        shape = (w.batch, tokens, heads, w.head_dim)
+        return torch.randn(shape, generator=generator, device=device).to(TORCH_DTYPES[w.dtype])
+
+    q, k, v = normal(w.q_len, w.q_heads), normal(w.kv_len, w.kv_heads), normal(w.kv_len, w.kv_heads)
+    return {"q": q, "k": k, "v": v, "causal": w.mask == "causal", "window": w.window}
+
+
+def _run_prefill(step: str | Step | None = None, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    return attention.prefill(step=step, return_lse=True, **inputs)  # type: ignore[return-value]
+
+
+def _reference_attention(**inputs: Any) -> tuple[torch.Tensor, ...]:
+    return reference.attention(**inputs)
+
+
+def visible_pairs(w: Workload) -> int:
+    """Pairs of a query and a key it sees, per head."""
+    if w.mask != "causal":
+        return w.q_len * w.kv_len
+    offset = w.kv_len - w.q_len
+    window = w.window or w.kv_len
+
+    def up_to(n: int) -> int:  # pairs of the queries at positions below n, n <= kv_len
+        n = max(n, 0)
+        full = min(n, window)
+        return full * (full + 1) // 2 + (n - full) * window
+
+    return up_to(w.kv_len) - up_to(offset)
+
+
+def _attention_flops(w: Workload) -> float:
+    return 4.0 * w.batch * w.q_heads * w.head_dim * visible_pairs(w)
+
+
+def _attention_bytes(w: Workload) -> float:
+    element = 2
+    seen = w.kv_len if not w.window or w.mask != "causal" else min(w.kv_len, w.window + w.q_len - 1)
+    return float(element * w.batch * w.head_dim * (2 * w.q_len * w.q_heads + 2 * seen * w.kv_heads))
+
+
+def _attention_bound(w: Workload) -> float:
+    """Half a unit in the last place of the output (2^-9 for BF16, 2^-12 for FP16) and the same again for the rounding
+    of the probabilities in steps that multiply on tensor cores."""
+    return {"bf16": 2.0**-8, "fp16": 2.0**-11}[w.dtype]
+
+
+OPS: dict[str, Op] = {
+    "prefill": Op(
+        "prefill", _attention_inputs, _run_prefill, _reference_attention,
+        _attention_flops, _attention_bytes, _attention_bound,
+    ),
+}  # fmt: skip
+
+
+def op(name: str) -> Op:
+    """The operation of that name; ValueError lists the known ones."""
+    if name not in OPS:
+        raise ValueError(f"op: {name!r} is none of {', '.join(OPS)}")
+    return OPS[name]
