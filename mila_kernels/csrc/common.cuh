@@ -76,6 +76,8 @@ DEVICE float warp_max(float x) {
 template <typename Smem>
 DEVICE Smem& dynamic_smem() {
 #ifdef __CUDACC__
+  // A comment in the PTX, no instruction: the static table reads the size of each kernel's shared memory from it.
+  asm volatile("// dynamic shared memory: %0 bytes" ::"n"(sizeof(Smem)));
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   return *reinterpret_cast<Smem*>(smem_bytes);
 #else

@@ -1,0 +1,476 @@
+"""What the compiler alone tells of a step: registers, shared memory, spills and the instruction mix. No GPU is needed.
+
+A row describes one kernel of one step, compiled for one architecture: a step has a kernel for each head dim and element
+type. ``smem_bytes`` is what a block takes: the static part that ptxas reports and the struct that the kernel casts its
+dynamic block to (``dynamic_smem`` leaves its size in the PTX). ``spill_bytes`` is what ptxas reports as spill stores
+plus spill loads. The other columns count instructions in the SASS, once each however often they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+from . import paths
+from .steps import Step, step, steps
+
+T = TypeVar("T")
+
+INSTRUCTIONS = ("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "FFMA")
+FLAGS = ("-std=c++20", "-O3", "-Xptxas", "-v")
+TABLE = paths.RESULTS / "static.csv"
+
+# wgmma serialised by the compiler (C7510 to C7520) and setmaxnreg ignored (C7508): the step is not what it says it is.
+BROKEN_PROMISE = re.compile(r"\((C7508|C751\d|C7520)\)")
+
+
+class ToolError(RuntimeError):
+    """A compiler or disassembler is missing, or failed; the text says which, and what to install."""
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """One row of ``results/static.csv``."""
+
+    op: str
+    step: str
+    source_sha: str
+    arch: str
+    kernel: str
+    nvcc: str
+    registers: int
+    smem_bytes: int
+    spill_bytes: int
+    HMMA: int
+    HGMMA: int
+    QGMMA: int
+    LDSM: int
+    LDGSTS: int
+    UTMALDG: int
+    FFMA: int
+
+
+COLUMNS = tuple(field.name for field in fields(KernelFacts))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one compilation of a step for one architecture printed and left."""
+
+    log: str
+    ptx: str
+    sass: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    """ptxas' report on one kernel."""
+
+    registers: int
+    static_smem: int
+    spill_bytes: int
+
+
+# --- the tools ---
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of ``$CUDA_HOME`` or ``$CUDA_PATH``, else of ``$PATH``, or None."""
+    return _find("nvcc", [])
+
+
+def find_cuobjdump() -> Path | None:
+    """cuobjdump of the PyPI package, else of the toolkit, or None."""
+    return _find("cuobjdump", _wheel_folders())
+
+
+def _wheel_folders() -> list[Path]:
+    sites = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
+    return [folder for site in sites for folder in sorted((site / "nvidia").glob("*/bin"))]
+
+
+def _find(tool: str, first: Sequence[Path]) -> Path | None:
+    homes = [Path(home) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    for folder in (*first, *homes):
+        if os.access(folder / tool, os.X_OK):
+            return folder / tool
+    found = shutil.which(tool)
+    return Path(found) if found else None
+
+
+def _need(tool: str, found: Path | None, install: str) -> Path:
+    if found is None:
+        raise ToolError(f"{tool} was not found in CUDA_HOME, CUDA_PATH or PATH; {install}")
+    return found
+
+
+def _nvcc() -> Path:
+    return _need("nvcc", find_nvcc(), "install the CUDA toolkit 12.8 or newer (no GPU is needed)")
+
+
+def _cuobjdump() -> Path:
+    return _need("cuobjdump", find_cuobjdump(), "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+
+
+def _run(command: Sequence[str | Path], cwd: Path | None = None) -> str:
+    """stdout, then stderr, of a command that must succeed."""
+    # cuobjdump starts nvdisasm, which lies beside it in the wheel and is not on the PATH of a venv never activated.
+    folders = [str(folder) for folder in _wheel_folders()]
+    env = os.environ | {"LC_ALL": "C", "PATH": os.pathsep.join([os.environ.get("PATH", ""), *folders])}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        name = Path(command[0]).name
+        raise ToolError(f"{name} ended with code {done.returncode}:\n{(done.stderr or done.stdout).strip()}")
+    return done.stdout + done.stderr
+
+
+@functools.cache
+def nvcc_version() -> str:
+    """Such as ``13.0.88``."""
+    found = re.search(r"V(\d+\.\d+\.\d+)", _run([_nvcc(), "--version"]))
+    if not found:
+        raise ToolError(f"{_nvcc()} --version does not name a version")
+    return found[1]
+
+
+@functools.cache
+def _cuobjdump_version() -> str:
+    return _run([_cuobjdump(), "--version"])
+
+
+# --- one compilation ---
+
+
+def compile_step(step: Step, arch: str) -> Compiled:
+    """nvcc's log, the PTX and the SASS of a step for an architecture such as ``sm_90a``.
+
+    ValueError for an architecture that the step does not list, ToolError where a tool is missing or fails.
+    """
+    if arch not in step.architectures:
+        raise ValueError(f"arch={arch!r}: {step.id} is written for {', '.join(step.architectures)}")
+    target = f"arch={arch.replace('sm_', 'compute_')},code={arch}"
+    with tempfile.TemporaryDirectory(prefix="mila_static_") as folder:
+        work = Path(folder)
+        command = [_nvcc(), *FLAGS, "-gencode", target, "--keep", "--keep-dir", ".", "-cubin", "-o", "step.cubin"]
+        log = _run([*command, step.path.resolve()], cwd=work)
+        ptx = next(work.glob("*.ptx")).read_text(encoding="utf-8")
+        sass = _run([_cuobjdump(), "-sass", "step.cubin"], cwd=work)
+    return Compiled(log, ptx, sass)
+
+
+def parse_log(log: str) -> dict[str, Resources]:
+    """Mangled kernel name to its resources, out of ``ptxas -v``."""
+    report = {}
+    for part in re.split(r"Compiling entry function '", log)[1:]:
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        if not spills or not registers:
+            raise ToolError(f"ptxas -v reports no registers or spills for {part.splitlines()[0]}")
+        smem = re.search(r"(\d+) bytes smem", part)
+        report[part.split("'")[0]] = Resources(
+            int(registers[1]), int(smem[1]) if smem else 0, int(spills[1]) + int(spills[2])
+        )
+    return report
+
+
+def parse_ptx(ptx: str) -> dict[str, int]:
+    """Mangled kernel name to the bytes of the struct that it casts its dynamic shared memory to."""
+    sizes = {}
+    for body in re.split(r"\.entry\s+", ptx)[1:]:
+        name = re.match(r"[\w$]+", body)
+        found = [int(size) for size in re.findall(r"// dynamic shared memory: (\d+) bytes", body)]
+        if name:
+            sizes[name[0]] = max(found, default=0)
+    return sizes
+
+
+def parse_sass(sass: str) -> dict[str, Counter[str]]:
+    """Mangled kernel name to how often each instruction stands in it; ``HMMA.16816.F32`` counts as ``HMMA``."""
+    line = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+    mixes = {}
+    for part in re.split(r"^\s*Function : ", sass, flags=re.MULTILINE)[1:]:
+        mixes[part.split(None, 1)[0]] = Counter(line.findall(part))
+    return mixes
+
+
+def demangle(names: Sequence[str]) -> dict[str, str]:
+    """Mangled kernel name to a short one, such as ``prefill_scalar<bf16, 512>``."""
+    if not names:
+        return {}
+    tool = _need("c++filt", _find("c++filt", []), "install binutils")
+    return {name: short_name(full) for name, full in zip(names, _run([tool, *names]).splitlines(), strict=True)}
+
+
+def short_name(signature: str) -> str:
+    """A demangled signature without return type, parameters and namespaces of the toolkit's types."""
+    name = signature.removeprefix("void ")
+    depth = 0
+    for i, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0:
+            name = name[:i]
+            break
+    for long, short in (("__nv_bfloat16", "bf16"), ("__half", "fp16"), ("__nv_fp8_e4m3", "e4m3")):
+        name = name.replace(long, short)
+    return re.sub(r"\((?:int|bool|unsigned int|\w+)\)", "", name)
+
+
+# --- rows ---
+
+
+def analyse(step: Step, arch: str) -> tuple[list[KernelFacts], list[str]]:
+    """The rows of a step for an architecture, in the order of their names, and the compiler warnings that matter.
+
+    Cached by the digest of everything that is compiled and everything that compiles it.
+    """
+    cached = paths.cache_dir() / "static" / f"{_digest(step, arch)}.json"
+    try:
+        kernels, warnings = json.loads(cached.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        kernels, warnings = _measure(compile_step(step, arch))
+        _store(cached, json.dumps([kernels, warnings]))
+    head = (*step.id.split("/"), step.source_sha, arch)
+    rows = [KernelFacts(*head, kernel, nvcc_version(), *facts) for kernel, *facts in kernels]
+    return rows, warnings
+
+
+def _measure(compiled: Compiled) -> tuple[list[list[str | int]], list[str]]:
+    resources, dynamic, mixes = parse_log(compiled.log), parse_ptx(compiled.ptx), parse_sass(compiled.sass)
+    if not resources or resources.keys() != mixes.keys() or resources.keys() != dynamic.keys():
+        raise ToolError(f"kernels differ: ptxas {sorted(resources)}, PTX {sorted(dynamic)}, SASS {sorted(mixes)}")
+    kernels: list[list[str | int]] = []
+    for mangled, kernel in demangle(sorted(resources)).items():
+        found, mix = resources[mangled], mixes[mangled]
+        counts = [mix[name] for name in INSTRUCTIONS]
+        kernels.append(
+            [kernel, found.registers, found.static_smem + dynamic[mangled], found.spill_bytes, *counts],
+        )
+    warnings = [line.strip() for line in compiled.log.splitlines() if BROKEN_PROMISE.search(line)]
+    return sorted(kernels, key=lambda row: natural(str(row[0]))), warnings
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A sort key under which 64 comes before 128."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def _digest(step: Step, arch: str) -> str:
+    digest = hashlib.sha256()
+    tools = (nvcc_version(), _cuobjdump_version())
+    for text in (arch, *FLAGS, *INSTRUCTIONS, *tools, Path(__file__).read_text(encoding="utf-8")):
+        digest.update(text.encode() + b"\0")
+    for file in sorted(includes(step.path)):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def includes(source: Path) -> set[Path]:
+    """A source and every file of this package that it reaches by ``#include "..."``."""
+    found: set[Path] = set()
+    waiting = [source.resolve()]
+    while waiting:
+        file = waiting.pop()
+        if file in found or not file.is_file():
+            continue
+        found.add(file)
+        quoted = re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(encoding="utf-8"), re.MULTILINE)
+        waiting += [(file.parent / name).resolve() for name in quoted]
+    return found
+
+
+def _store(file: Path, text: str) -> None:
+    """Writes a whole file or nothing; a cache that cannot be written is no error."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _replace(file, text)
+    except OSError:
+        return
+
+
+def _replace(file: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8", newline="") as partial:
+        partial.write(text)
+        partial.flush()
+        os.fsync(partial.fileno())
+    os.chmod(partial.name, 0o644)
+    os.replace(partial.name, file)
+
+
+def collect(chosen: Iterable[Step] | None = None, jobs: int | None = None) -> tuple[list[KernelFacts], list[str]]:
+    """All rows, in a fixed order, and what must not be: undeclared spills, broken promises of the compiler."""
+    cases = [(step, arch) for step in (steps() if chosen is None else chosen) for arch in step.architectures]
+    _nvcc(), _cuobjdump(), nvcc_version(), _cuobjdump_version()  # so that a missing tool is said once
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        results = list(pool.map(lambda case: analyse(*case), cases))
+    rows = [row for found, _ in results for row in found]
+    problems = []
+    for (step, arch), (found, warnings) in zip(cases, results, strict=True):
+        problems += undeclared_spills(step, found)
+        problems += [f"{step.id} {arch}: {warning}" for warning in warnings]
+    return sorted(rows, key=_order), problems
+
+
+def _order(row: KernelFacts) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]], list[tuple[int, str]]]:
+    return row.op, natural(row.step), natural(row.arch), natural(row.kernel)
+
+
+def undeclared_spills(step: Step, rows: Iterable[KernelFacts]) -> list[str]:
+    """A line for each kernel that spills although its step's header has no ``// Spills:``."""
+    if step.spills:
+        return []
+    return [
+        f"{step.id} {row.arch} {row.kernel}: {row.spill_bytes} bytes of spills, and no `// Spills: reason` in its header"
+        for row in rows
+        if row.spill_bytes
+    ]
+
+
+# --- the table ---
+
+
+def render(rows: Iterable[KernelFacts]) -> str:
+    """The rows as CSV text."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(astuple(row) for row in rows)
+    return text.getvalue()
+
+
+def read(file: Path = TABLE) -> list[KernelFacts]:
+    """The recorded rows. ValueError names the file and line of what is not a row; a missing file is no row."""
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf-8") as lines:
+        reader = csv.reader(lines)
+        if tuple(next(reader, ())) != COLUMNS:
+            raise ValueError(f"{file.name}: the columns must be {', '.join(COLUMNS)}")
+        return [_parse(file, reader.line_num, row) for row in reader]
+
+
+def _parse(file: Path, line: int, row: list[str]) -> KernelFacts:
+    texts = COLUMNS.index("registers")
+    try:
+        return KernelFacts(*row[:texts], *map(int, row[texts:]))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file.name}, line {line}: {error}") from None
+
+
+def write(rows: Iterable[KernelFacts], file: Path = TABLE) -> None:
+    """Replaces the table, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _replace(file, render(rows))
+
+
+def differences(recorded: Iterable[KernelFacts], measured: Iterable[KernelFacts]) -> list[str]:
+    """One line for each row that was added, lost or changed, with the columns that changed."""
+    before = {(row.op, row.step, row.arch, row.kernel): row for row in recorded}
+    after = {(row.op, row.step, row.arch, row.kernel): row for row in measured}
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        name = f"{key[0]}/{key[1]} {key[2]} {key[3]}"
+        if key not in after:
+            lines.append(f"{name}: recorded, but no longer there")
+        elif key not in before:
+            lines.append(f"{name}: not recorded")
+        elif before[key] != after[key]:
+            old, new = asdict(before[key]), asdict(after[key])
+            changed = [f"{column} {old[column]} -> {new[column]}" for column in COLUMNS if old[column] != new[column]]
+            lines.append(f"{name}: {', '.join(changed)}")
+    return lines
+
+
+# --- for notebooks ---
+
+
+def sass(name: Step | str, arch: str = "sm_90a", kernel: str = "") -> str:
+    """The SASS of a step's kernels whose short name contains ``kernel``, without encodings.
+
+    ValueError if there is none; the text lists the kernels.
+    """
+    text = compile_step(_step(name), arch).sass
+    parts = re.split(r"^\s*Function : ", text, flags=re.MULTILINE)[1:]
+    chosen = _choose({part.split(None, 1)[0]: part for part in parts}, kernel)
+    line = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?;)", re.MULTILINE)
+    return "\n\n".join(f"{short}\n" + "\n".join(line.findall(part)) for short, part in chosen.items())
+
+
+def ptx(name: Step | str, arch: str = "sm_90a", kernel: str = "") -> str:
+    """The PTX of a step's kernels whose short name contains ``kernel``. ValueError if there is none."""
+    text = compile_step(_step(name), arch).ptx
+    bodies = re.split(r"^(?:\.visible |\.weak )?\.entry\s+", text, flags=re.MULTILINE)[1:]
+    chosen = _choose({re.split(r"\W", body, maxsplit=1)[0]: body for body in bodies}, kernel)
+    return "\n\n".join(f"// {short}\n.entry {body.rstrip()}" for short, body in chosen.items())
+
+
+def instruction_mix(name: Step | str, arch: str = "sm_90a", kernel: str = "") -> dict[str, Counter[str]]:
+    """Short kernel name to the count of every instruction in its SASS."""
+    return _choose(parse_sass(compile_step(_step(name), arch).sass), kernel)
+
+
+def _step(name: Step | str) -> Step:
+    return step(name) if isinstance(name, str) else name
+
+
+def _choose(by_mangled: dict[str, T], kernel: str) -> dict[str, T]:
+    names = demangle(sorted(by_mangled))
+    chosen = {short: by_mangled[mangled] for mangled, short in names.items() if kernel in short}
+    if not chosen:
+        raise ValueError(f"kernel={kernel!r}: the step has {', '.join(sorted(names.values(), key=natural))}")
+    return dict(sorted(chosen.items(), key=lambda item: natural(item[0])))
+
+
+# --- the command ---
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``python -m mila_kernels static``."""
+    parser.add_argument("--check", action="store_true", help="compare with results/static.csv and write nothing")
+    parser.add_argument("--jobs", type=int, default=None, metavar="N", help="compilations at once (default: the cores)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Writes or checks the table. 0: right; 1: it differs, or a step spills undeclared; 2: a tool is missing."""
+    try:
+        rows, problems = collect(jobs=args.jobs)
+    except ToolError as error:
+        print(f"static: {error}", file=sys.stderr)
+        return 2
+    if args.check:
+        problems += _compare(rows)
+    else:
+        write(rows)
+        print(f"{len(rows)} kernels in {TABLE.relative_to(paths.ROOT)}, nvcc {nvcc_version()}")
+    for problem in problems:
+        print(f"static: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _compare(rows: list[KernelFacts]) -> list[str]:
+    recorded = read()
+    compilers = {row.nvcc for row in recorded}
+    if recorded and nvcc_version() not in compilers:
+        # Another compiler allocates otherwise; only what holds under every compiler is checked then.
+        print(f"static.csv is of nvcc {', '.join(sorted(compilers))}, here is {nvcc_version()}: figures not compared")
+        return []
+    lines = differences(recorded, rows)
+    if not lines:
+        print(f"{len(rows)} kernels as recorded, nvcc {nvcc_version()}")
+        return []
+    return [*lines, "`make static` writes the table anew"]
