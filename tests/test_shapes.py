@@ -1,0 +1,106 @@
+"""Shapes and workloads by name."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mila_kernels import shapes
+from mila_kernels.paths import ROOT
+
+
+def test_every_row_is_typed_and_its_shape_reads_back():
+    table = shapes.workloads()
+    assert len(table) == 52 and len({w.name for w in table}) == 52
+    for w in table:
+        again = shapes.parse_shape(w.op, w.shape)
+        assert again.shape == w.shape and again.offset == w.offset, w.name
+        assert w.name.split("/")[0] == w.op
+        assert (w.unit, w.better) in {("us", "lower"), ("tflops", "higher")}
+
+
+def test_canonical_texts():
+    assert shapes.workload("prefill/published-instance").shape == "b1 q512h16 kv8192h1 d512 causal bf16"
+    assert shapes.workload("matvec_fp4/gate_up-m1").shape == "n30720 k3840 m1 bf16"
+    ring = shapes.workload("prefill_ring/d256-16x8-w1024-n8192")
+    assert ring.shape == "b1 q8192h16 kv8192h8 d256 w1024 causal bf16"
+    assert shapes.workload("decode/d512-8x4-b64-kv28k-fp8").shape == "b64 q1h8 kv28672h4 d512 bf16 kvfp8 page64"
+
+
+def test_published_instance_is_sixteen_chunks():
+    parts = shapes.workload("prefill/published-instance").parts()
+    assert [p.kv_len for p in parts] == [512 * i for i in range(1, 17)]
+    assert {p.q_len for p in parts} == {512} and [p.offset for p in parts][:2] == [0, 512]
+    whole = shapes.workload("prefill/d512-16x1-n8192")
+    assert whole.parts() == (whole,)
+    assert sum(p.pairs for p in parts) == whole.pairs
+
+
+@given(
+    q_len=st.integers(0, 12), kv_len=st.integers(0, 12), causal=st.booleans(),
+    window=st.none() | st.integers(1, 15),
+)  # fmt: skip
+def test_attended_pairs_counts_the_mask(q_len, kv_len, causal, window):
+    offset = kv_len - q_len
+    count = sum(
+        (not causal or j <= offset + i) and (window is None or j > offset + i - window)
+        for i in range(q_len) for j in range(kv_len)
+    )  # fmt: skip
+    assert shapes.attended_pairs(q_len, kv_len, causal=causal, window=window) == count
+
+
+def test_geometries():
+    g = shapes.geometry("gemma4-12b global")
+    assert (g.q_heads, g.kv_heads, g.head_dim, g.window, g.scale) == (16, 1, 512, None, 1.0)
+    assert shapes.geometry("llama3-8b").scale == pytest.approx(1 / math.sqrt(128))
+    assert shapes.geometry("gemma4-12b-local").window == 1024
+    assert (shapes.linear_shape("gate_up").n, shapes.linear_shape("lm_head").dtype) == (30720, "fp8")
+    named = {w.name: w for w in shapes.workloads("matvec_fp4")}
+    for linear in shapes.linear_shapes():
+        w = named[f"matvec_fp4/{linear.name}-m1"]
+        assert (w.n, w.k) == (linear.n, linear.k)
+
+
+def test_unknown_names_list_close_ones():
+    with pytest.raises(ValueError, match="prefill/published-instance"):
+        shapes.workload("prefill/published")
+    with pytest.raises(ValueError, match="gemma4-12b-global"):
+        shapes.geometry("gemma4-12b-globl")
+    with pytest.raises(ValueError, match="op must be one of"):
+        shapes.workloads("prefil")
+    with pytest.raises(ValueError, match="must read like"):
+        shapes.parse_shape("prefill", "b1 q512")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_heads": 3, "kv_heads": 2}, "multiple of kv_heads"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"q_len": -1}, "q_len of a prefill workload"),
+        ({"mask": "diagonal"}, "mask must be"),
+        ({"dtype": "int3"}, "dtype must be one of"),
+        ({"head_dim": 64.0}, "head_dim of a prefill workload"),
+    ],
+)
+def test_bad_workloads_name_the_argument(changes, message):
+    values = {"q_heads": 2, "kv_heads": 1, "head_dim": 64, "q_len": 3, "kv_len": 8} | changes
+    with pytest.raises(ValueError, match=message):
+        shapes.attention_workload(**values)
+
+
+def test_a_missing_data_folder_is_said(tmp_path: Path):
+    (tmp_path / "mila_kernels").mkdir()
+    for name in ("shapes.py", "paths.py"):
+        (tmp_path / "mila_kernels" / name).write_text((ROOT / "mila_kernels" / name).read_text())
+    (tmp_path / "mila_kernels" / "__init__.py").touch()
+    code = "from mila_kernels import shapes; shapes.workloads()"
+    done = subprocess.run([sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1 and "reads its shapes and workloads from the data/ folder" in done.stderr
