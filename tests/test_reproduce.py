@@ -1,0 +1,252 @@
+"""The batch runner: what goes in is checked before anything runs, and what failed is called failed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from mila_kernels import reproduce as batch
+from mila_kernels.paths import NOTEBOOKS, ROOT
+
+PARAMETERS = 'device = "auto"\npreset = "quick"\nseq = 128\nscale: float = 1.0\nfast = False'
+ROW = """import os, pathlib
+rows = pathlib.Path(os.environ["MILA_RUN_FOLDER"]) / "rows.csv"
+with rows.open("a") as file:
+    file.write(("" if rows.stat().st_size else "run_id,value\\n") + os.environ["MILA_RUN_ID"] + f",{seq}\\n")"""
+CHART = """import base64
+from IPython.display import Image
+Image(data=base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNkYAAAAAYAAjCB0C8AAAAASUVORK5CYII="))"""
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    there = tmp_path / "note books é"
+    there.mkdir()
+    return there
+
+
+@pytest.fixture
+def write(folder: Path) -> Write:
+    def make(name: str, *cells: str, tag: str | None = "parameters", first: str = PARAMETERS) -> Path:
+        head = nbformat.v4.new_code_cell(first, metadata={"tags": [tag] if tag else []})
+        body = [nbformat.v4.new_code_cell(cell) for cell in cells]
+        title = nbformat.v4.new_markdown_cell(f"# {name}, a title\n\nWhat does {name} show?")
+        path = folder / f"{name}.ipynb"
+        nbformat.write(nbformat.v4.new_notebook(cells=[title, head, *body]), path)
+        return path
+
+    return make
+
+
+def run(folder: Path, out: Path, **options: object) -> batch.Report:
+    return batch.reproduce(notebooks=folder, out=out, say=lambda line: None, **options)  # type: ignore[arg-type]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def command(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "mila_kernels", "reproduce", *map(str, arguments)]
+    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------- what goes in
+
+
+@pytest.mark.parametrize("given", [{"seqlen": 64}, {"seq": 64, "Seq": 1}, {"seq ": 64}])
+def test_misspelt_parameter_runs_nothing(folder: Path, write: Write, tmp_path: Path, given: dict[str, int]) -> None:
+    write("01_first", ROW)
+    out = tmp_path / "out"
+    with pytest.raises(batch.ParameterError) as caught:
+        run(folder, out, given=given)
+    unknown = next(key for key in given if key != "seq")
+    assert repr(unknown) in str(caught.value)
+    assert "device, fast, preset, scale, seq" in str(caught.value)
+    assert not out.exists()
+
+
+def test_one_notebook_without_the_parameter_stops_the_batch(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", ROW)
+    write("02_second", ROW, first="other = 1")
+    with pytest.raises(batch.ParameterError, match=r"02_second.*'seq'.*other"):
+        run(folder, tmp_path / "out", given={"seq": 3})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tag", [None, "parameter", "Parameters"])
+def test_notebook_without_parameters_cell_runs_nothing(folder: Path, write: Write, tmp_path: Path, tag: str) -> None:
+    write("01_first", "seq = 1", ROW, tag=tag)
+    with pytest.raises(batch.ParameterError, match="no cell tagged 'parameters'"):
+        run(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_parameters_cells_are_ambiguous(folder: Path, write: Write, tmp_path: Path) -> None:
+    path = write("01_first")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell("seq = 2", metadata={"tags": ["parameters"]}))
+    nbformat.write(notebook, path)
+    with pytest.raises(batch.ParameterError, match="2 cells"):
+        run(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"seq": "64"}, {"seq": 64}),
+        ({"scale": "2"}, {"scale": 2.0}),
+        ({"fast": "true"}, {"fast": True}),
+        ({"preset": "full", "seq": 7}, {"preset": "full", "seq": 7}),
+    ],
+)
+def test_values_take_the_type_of_the_default(write: Write, given: dict[str, object], taken: dict[str, object]) -> None:
+    assert batch.check_parameters(write("01_first"), given) == taken
+
+
+@pytest.mark.parametrize(
+    "given", [{"seq": "many"}, {"seq": "1.5"}, {"fast": "1"}, {"preset": "quik"}, {"device": "gpu"}, {"seq": True}]
+)
+def test_values_that_do_not_fit_are_refused(write: Write, given: dict[str, object]) -> None:
+    with pytest.raises(batch.ParameterError, match=next(iter(given))):
+        batch.check_parameters(write("01_first"), given)
+
+
+def test_notebooks_are_found_by_number_name_or_start(folder: Path, write: Write) -> None:
+    for name in ("00_a", "01_b", "02_c"):
+        write(name)
+    assert [path.stem for path in batch.find(["02", "00_a.ipynb", "02_c"], folder)] == ["00_a", "02_c"]
+    assert [path.stem for path in batch.find((), folder)] == ["00_a", "01_b", "02_c"]
+    for wrong in ("03", "", "ipynb"):
+        with pytest.raises(ValueError, match="00_a, 01_b, 02_c"):
+            batch.find([wrong], folder)
+    with pytest.raises(ValueError, match="no notebooks"):
+        batch.find((), folder / "none")
+
+
+# ---------------------------------------------------------------------------------------------- what comes out
+
+
+def test_parameters_reach_the_notebook_and_all_is_left_in_a_new_folder(
+    folder: Path, write: Write, tmp_path: Path
+) -> None:
+    write("01_first", ROW, CHART)
+    out = tmp_path / "a" / "new folder"
+    report = run(folder, out, given={"seq": "77"})
+    assert report.ok
+    assert rows(out / "rows.csv") == [{"run_id": report.run_id, "value": "77"}]
+    outcome = rows(out / "notebooks.csv")[0]
+    assert (outcome["status"], outcome["rows"], outcome["error"]) == ("ok", "rows 1", "")
+    assert outcome["cells_run"] == outcome["cells"]
+    page = (out / "index.html").read_text()
+    assert "notebooks/01_first.html" in page and "What does 01_first show?" in page
+    assert "data:image/png;base64,iVBORw0KGgo" in page, "the chart is in view"
+    assert "data:image/png;base64,iVBORw0KGgo" in (out / "notebooks" / "01_first.html").read_text()
+
+
+FAULTS = {
+    "raises": ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
+    "killed": ("import os; os._exit(137)", "DeadKernelError"),
+    "sigkill": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "DeadKernelError"),
+    "memory": (
+        "import torch; raise torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB')",
+        "out of memory",
+    ),
+    "quiet exit": ("import sys; sys.exit(0)", "SystemExit"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_middle_notebook_fails_and_the_others_finish(folder: Path, write: Write, tmp_path: Path, fault: str) -> None:
+    source, error = FAULTS[fault]
+    write("01_first", ROW)
+    write("02_middle", ROW, source, "after = 1")
+    write("03_third", ROW)
+    out = tmp_path / "out"
+    report = run(folder, out)
+    assert not report.ok
+    assert [outcome["status"] for outcome in rows(out / "notebooks.csv")] == ["ok", "failed", "ok"]
+    assert [row["run_id"] for row in rows(out / "rows.csv")] == [report.run_id] * 3, "the finished row is kept"
+    middle = rows(out / "notebooks.csv")[1]
+    assert middle["rows"] == "rows 1"
+    assert error in middle["error"]
+    assert (middle["cells_run"], middle["cells"]) == ("2", "4")
+    executed = nbformat.read(out / "notebooks" / "02_middle.ipynb", as_version=4)
+    assert executed.metadata["mila_kernels"]["status"] == "failed"
+    assert "failed" in executed.cells[0].source
+    status = {cell.source: cell.metadata.get("papermill", {}).get("status") for cell in executed.cells}
+    assert status[source] == "failed"
+    assert status["after = 1"] == "pending", "a cell that never ran is not called completed"
+    page = (out / "index.html").read_text()
+    assert error in page and "notebooks/02_middle.html" in page
+
+
+def test_cell_that_takes_too_long_fails(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", "import time; time.sleep(60)")
+    report = run(folder, tmp_path / "out", timeout=2)
+    assert [outcome.status for outcome in report.outcomes] == ["failed"]
+    assert "Timeout" in report.outcomes[0].error
+
+
+def test_folder_of_an_earlier_run_is_refused(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", ROW)
+    out = tmp_path / "out"
+    run(folder, out)
+    before = (out / "rows.csv").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run"):
+        run(folder, out)
+    assert (out / "rows.csv").read_bytes() == before
+
+
+def test_kernel_is_this_interpreter_whatever_is_installed(
+    folder: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "jupyter" / "kernels" / "python3"
+    wrong.mkdir(parents=True)
+    (wrong / "kernel.json").write_text('{"argv": ["/nowhere/python"], "display_name": "x", "language": "python"}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    check = f"import sys, mila_kernels; assert sys.executable == {sys.executable!r}"
+    write("01_first", check)
+    report = run(folder, tmp_path / "out")
+    assert report.ok, report
+    assert os.environ["JUPYTER_PATH"] == str(tmp_path / "jupyter"), "the caller's environment is left as it was"
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def test_command_says_what_failed_and_exits_1(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", ROW)
+    write("02_middle", "import os; os._exit(137)")
+    done = command("--notebooks", folder, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "[1/2] 01_first: ok" in done.stdout
+    assert "02_middle: failed" in done.stdout
+    assert str(tmp_path / "out" / "index.html") in done.stdout
+
+
+def test_command_with_a_misspelt_parameter_exits_2(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", ROW)
+    done = command("--notebooks", folder, "--out", tmp_path / "out", "-p", "seqlen=64")
+    assert done.returncode == 2
+    assert "unknown parameter 'seqlen'; it knows: device, fast, preset, scale, seq" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_notebooks_of_the_project_take_the_four_parameters() -> None:
+    for path in batch.find((), NOTEBOOKS):
+        assert set(batch.parameters(path)) >= {"device", "gpu", "preset", "seed"}, path.name
