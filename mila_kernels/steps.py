@@ -199,7 +199,7 @@ class Diff:
 
     def _repr_html_(self) -> str:
         old, new = self._lines()
-        rows = [f'<tr><th></th><th>{html.escape(self.a.id)}</th><th></th><th>{html.escape(self.b.id)}</th></tr>']
+        rows = [f"<tr><th></th><th>{html.escape(self.a.id)}</th><th></th><th>{html.escape(self.b.id)}</th></tr>"]
         groups = list(difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(self.context))
         for number, group in enumerate(groups):
             if number:
@@ -286,7 +286,8 @@ def _header(path: Path) -> dict[str, str]:
         if match:
             key = match[1]
             if key not in _REQUIRED + _OPTIONAL:
-                raise ValueError(f"{path}: {key!r} in the first lines must be one of {', '.join(_REQUIRED + _OPTIONAL)}")
+                known = ", ".join(_REQUIRED + _OPTIONAL)
+                raise ValueError(f"{path}: {key!r} in the first lines must be one of {known}")
             fields[key] = (match[2] or "").strip()
         elif key and re.match(r"//\s{2,}\S", line):
             fields[key] = f"{fields[key]} {line[2:].strip()}".strip()
