@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from . import paths
-from .steps import Step, step, steps
+from . import steps as registry
+from .steps import Step
 
 T = TypeVar("T")
 
@@ -314,7 +315,7 @@ def _replace(file: Path, text: str) -> None:
 
 def collect(chosen: Iterable[Step] | None = None, jobs: int | None = None) -> tuple[list[KernelFacts], list[str]]:
     """All rows, in a fixed order, and what must not be: undeclared spills, broken promises of the compiler."""
-    cases = [(step, arch) for step in (steps() if chosen is None else chosen) for arch in step.architectures]
+    cases = [(step, arch) for step in (registry.steps() if chosen is None else chosen) for arch in step.architectures]
     _nvcc(), _cuobjdump(), nvcc_version(), _cuobjdump_version()  # so that a missing tool is said once
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         results = list(pool.map(lambda case: analyse(*case), cases))
@@ -335,7 +336,7 @@ def undeclared_spills(step: Step, rows: Iterable[KernelFacts]) -> list[str]:
     if step.spills:
         return []
     return [
-        f"{step.id} {row.arch} {row.kernel}: {row.spill_bytes} bytes of spills, and no `// Spills: reason` in its header"
+        f"{step.id} {row.arch} {row.kernel}: {row.spill_bytes} bytes of spills, no `// Spills: reason` in the header"
         for row in rows
         if row.spill_bytes
     ]
@@ -425,7 +426,7 @@ def instruction_mix(name: Step | str, arch: str = "sm_90a", kernel: str = "") ->
 
 
 def _step(name: Step | str) -> Step:
-    return step(name) if isinstance(name, str) else name
+    return registry.step(name) if isinstance(name, str) else name
 
 
 def _choose(by_mangled: dict[str, T], kernel: str) -> dict[str, T]:
