@@ -49,7 +49,7 @@ Backend = Literal["cuda", "emulation"]
 CUDA_FLAGS = ("-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v")
 _HOST_FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fvisibility-inlines-hidden", "-Wno-unknown-pragmas")
 FAST_FLAGS = (*_HOST_FLAGS, "-O2", "-g1")
-CHECK_FLAGS = (*_HOST_FLAGS, "-O1", "-g", "-fsanitize=thread", "-fsanitize=bounds")
+CHECK_FLAGS = (*_HOST_FLAGS, "-O1", "-g", "-fsanitize=thread", "-fsanitize=bounds-strict")
 RUNTIME_FLAGS = (*_HOST_FLAGS, "-O2", "-g1", "-pthread")
 _LINK_FLAGS = ("-Wl,--as-needed", "-Wl,-Bsymbolic", "-Wl,-z,defs")
 
@@ -103,26 +103,26 @@ class Emulation:
 
 
 class _EmuBuffer(ctypes.Structure):
-    """The mirror of ``emulation/config.h``."""
+    """The mirror of ``emulation/cuda_host.h``."""
 
     _fields_ = [
         ("name", ctypes.c_char_p),
-        ("ptr", ctypes.c_void_p),
-        ("nbytes", ctypes.c_uint64),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
         ("writable", ctypes.c_int32),
     ]
 
 
 class _EmuConfig(ctypes.Structure):
-    """The mirror of ``emulation/config.h``."""
+    """The mirror of ``emulation/cuda_host.h``."""
 
     _fields_ = [
         ("seed", ctypes.c_uint64),
         ("check", ctypes.c_int32),
         ("threads", ctypes.c_int32),
-        ("sm", ctypes.c_int32),
-        ("n_buffers", ctypes.c_int32),
+        ("architecture", ctypes.c_int32),
         ("buffers", ctypes.POINTER(_EmuBuffer)),
+        ("buffer_count", ctypes.c_uint64),
     ]
 
 
@@ -320,11 +320,12 @@ class Kernel:
     ``library`` is the shared library's path. Calls from several threads at once are fine.
     """
 
-    def __init__(self, step: Step, backend: Backend, library: Path, handle: ctypes.CDLL, check: bool) -> None:
+    def __init__(self, step: Step, library: Path, handle: ctypes.CDLL, runtime: _Runtime | None, check: bool) -> None:
         self.step = step
-        self.backend = backend
+        self.backend: Backend = "emulation" if runtime else "cuda"
         self.library = library
         self.check = check
+        self._runtime = runtime
         self._handle = handle
         self._launch = handle.launch_step
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -343,12 +344,12 @@ class Kernel:
         """
         if not isinstance(args, ctypes.Structure):
             raise TypeError(f"args: a ctypes.Structure is needed, not {type(args).__name__}")
-        if self.backend == "emulation":
-            _configure(self.step, self.check, buffers)
+        configured = _configure(self._runtime, self.step, self.check, buffers) if self._runtime else None
         error = self._launch(ctypes.addressof(args), stream)
+        del configured  # the launch reads it
         if error is not None:
             text = error.decode("utf-8", "replace")
-            raise KernelError(self.step.id, locate(text) if self.backend == "emulation" else text)
+            raise KernelError(self.step.id, locate(text) if self._runtime else text)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.step.id} {self.backend}{' check' if self.check else ''}>"
@@ -465,7 +466,7 @@ def _load_cuda(step: Step, capability: tuple[int, int] | None) -> Kernel:
     flags = (*CUDA_FLAGS, *gencode(step, capability))
     recipe = _Recipe(step.path, f"{step.op}-{step.name}-cuda", "cuda", flags, nvcc_path(), cxx_path())
     library, handle = _obtain(recipe)
-    return Kernel(step, "cuda", library, handle, check=False)
+    return Kernel(step, library, handle, None, check=False)
 
 
 def _load_emulation(step: Step, check: bool) -> Kernel:
@@ -474,7 +475,7 @@ def _load_emulation(step: Step, check: bool) -> Kernel:
     flags = CHECK_FLAGS if check else FAST_FLAGS
     recipe = _Recipe(step.path, f"{step.op}-{step.name}-{kind}", "cpp", flags, cxx_path(), links=runtime.library)
     library, handle = _obtain(recipe)
-    return Kernel(step, "emulation", library, handle, check)
+    return Kernel(step, library, handle, runtime, check)
 
 
 # ---- the emulation's runtime -----------------------------------------------------------------------------------------
@@ -503,24 +504,26 @@ def _load_runtime(stamps: tuple[tuple[Path, tuple[int, int]], ...], compiler: Pa
     library, handle = _obtain(recipe)
     configure = handle.emu_configure
     configure.argtypes = [ctypes.POINTER(_EmuConfig)]
-    configure.restype = None
+    configure.restype = ctypes.c_char_p
     return _Runtime(library, handle, configure)
 
 
-def _configure(step: Step, check: bool, buffers: Sequence[Buffer]) -> None:
+def _configure(runtime: _Runtime, step: Step, check: bool, buffers: Sequence[Buffer]) -> _EmuConfig:
+    """Sets how the calling thread's next launch runs; what is returned must live until that has ended."""
     settings = current_emulation()
-    array = (_EmuBuffer * max(1, len(buffers)))(
-        *(_EmuBuffer(b.name.encode(), b.ptr, b.nbytes, b.writable) for b in buffers)
-    )
+    array = (_EmuBuffer * len(buffers))(*(_EmuBuffer(b.name.encode(), b.ptr, b.nbytes, b.writable) for b in buffers))
     config = _EmuConfig(
         seed=settings.seed,
         check=check,
         threads=settings.threads or 0,
-        sm=_emulated_sm(step, settings.architecture),
-        n_buffers=len(buffers),
-        buffers=array,
+        architecture=_emulated_sm(step, settings.architecture),
+        buffers=ctypes.cast(array, ctypes.POINTER(_EmuBuffer)) if buffers else None,
+        buffer_count=len(buffers),
     )
-    _runtime().configure(ctypes.byref(config))
+    error = runtime.configure(ctypes.byref(config))
+    if error is not None:
+        raise KernelError(step.id, error.decode("utf-8", "replace"))
+    return config
 
 
 def _emulated_sm(step: Step, architecture: str | None) -> int:
@@ -536,12 +539,12 @@ def _emulated_sm(step: Step, architecture: str | None) -> int:
     return 10 * major + minor
 
 
-_ADDRESS = re.compile(r"\[(?:[^\[\]\n]*/)?([^\[\]\n/]+\.so)\+(0x[0-9a-fA-F]+)\]")
+_ADDRESS = re.compile(r"@\[(?:[^\[\]\n]*/)?([^\[\]\n/]+)\+(0x[0-9a-fA-F]+)\]")
 _library_paths: dict[str, Path] = {}
 
 
 def locate(text: str) -> str:
-    """A report of the emulation with every ``[library.so+0x1a2b]`` replaced by ``file:line``, inlined callers after it.
+    """A report of the emulation with every ``@[library+0x1a2b]`` replaced by ``file:line``, inlined callers after it.
 
     Without addr2line (package binutils), or where it knows no line, the address stays.
     """
