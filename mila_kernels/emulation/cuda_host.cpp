@@ -1,0 +1,868 @@
+// The runtime of the emulation: fibers, their scheduler, rendezvous, and the model that check mode looks with.
+// What it finds and what it does not model stands at the top of cuda_host.h.
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda_host.h"
+
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Switching stacks: save what a call must preserve, exchange stack pointers, restore. About 20 ns; ucontext takes 1 us.
+
+extern "C" void emu_switch(void** save, void* load);
+extern "C" void emu_fiber_start();
+
+#if defined(__x86_64__)
+asm(R"(
+.text
+.p2align 4
+.globl emu_switch
+.hidden emu_switch
+.type emu_switch,@function
+emu_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  popq %rcx
+  jmpq *%rcx
+.size emu_switch,.-emu_switch
+)");
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.p2align 4
+.globl emu_switch
+.hidden emu_switch
+.type emu_switch,%function
+emu_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+.size emu_switch,.-emu_switch
+)");
+#else
+#error "the emulation switches stacks on x86-64 and aarch64 only"
+#endif
+
+namespace emu {
+namespace {
+
+// A stack that emu_switch enters at emu_fiber_start.
+void* fresh_stack(char* top) {
+  auto* sp = reinterpret_cast<uintptr_t*>(reinterpret_cast<uintptr_t>(top) & ~uintptr_t{15});
+#if defined(__x86_64__)
+  *--sp = 0;  // where a return address would be: at entry the stack is 8 off a multiple of 16
+  *--sp = reinterpret_cast<uintptr_t>(&emu_fiber_start);
+  for (int i = 0; i < 6; ++i) *--sp = 0;
+#else
+  sp -= 20;
+  for (int i = 0; i < 20; ++i) sp[i] = 0;
+  sp[11] = reinterpret_cast<uintptr_t>(&emu_fiber_start);  // x30
+#endif
+  return sp;
+}
+
+constexpr size_t MAX_THREADS = 1024, WARP_LANES = 32, MAX_WARPS = MAX_THREADS / WARP_LANES;
+constexpr size_t STACK_BYTES = 128 * 1024;
+constexpr size_t WINDOW_BYTES = 256 * 1024;
+// Where dynamic shared memory begins in the 32-bit addresses: the hardware keeps the first KB for itself.
+constexpr uint32_t SHARED_BASE = 1024;
+
+struct Random {  // xorshift64*: an order, not statistics
+  uint64_t state;
+  void seed(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    state = (x ^ x >> 31) | 1u;
+  }
+  uint32_t next() {
+    state ^= state >> 12;
+    state ^= state << 25;
+    state ^= state >> 27;
+    return static_cast<uint32_t>((state * 0x2545f4914f6cdd1du) >> 32);
+  }
+};
+
+enum class Kind : uint8_t { none, sync_block, sync_warp, shuffle, vote, mma, ldmatrix, yield };
+
+const char* kind_name(Kind kind) {
+  switch (kind) {
+    case Kind::sync_block: return "__syncthreads";
+    case Kind::sync_warp: return "__syncwarp";
+    case Kind::shuffle: return "a shuffle";
+    case Kind::vote: return "a vote or reduction";
+    case Kind::mma: return "mma";
+    case Kind::ldmatrix: return "ldmatrix";
+    case Kind::yield: return "a sleep";
+    case Kind::none: break;
+  }
+  return "nothing";
+}
+
+struct Place {
+  Site site;
+  uintptr_t pc;  // of the call into the runtime; inlining included, it tells the callers of the site
+};
+
+struct Copy {  // a cp.async that has been issued
+  const void* source;
+  uint32_t offset;  // in the block's shared memory
+  uint16_t bytes, source_bytes;
+  Place place;
+};
+
+struct Warp;
+struct Block;
+struct Worker;
+
+struct Thread {
+  void* sp;
+  char* stack_low;
+  char* stack_high;
+  Worker* worker;
+  Warp* warp;
+  uint32_t linear, lane;
+  uint3 index;
+  Kind waits;
+  Place place;  // where it waits
+  bool exited;
+  std::vector<Copy> copies;       // in order of issue; the first `copies_done` have been made
+  size_t copies_done;
+  std::vector<size_t> groups;     // ends of the committed groups, as indices into copies
+  size_t groups_done;
+};
+
+struct Pending {  // a rendezvous of some lanes of a warp
+  uint32_t mask, arrived, shape;
+  Kind kind;
+  Place place;
+  void* operands[WARP_LANES];
+};
+
+struct Warp {
+  uint32_t existing, ready, exited;
+  uint32_t index;
+  int pending_count;
+  Pending pending[WARP_LANES];
+};
+
+struct Launch {
+  EmuConfig config;
+  dim3 grid, block;
+  size_t shared_bytes;
+  void (*invoke)(const void*);
+  const void* body;
+  size_t body_bytes;
+  uint64_t blocks, stride, first;
+  uint32_t block_threads, block_warps;
+  std::string library;  // of the step
+  uintptr_t library_base;
+  std::atomic<uint64_t> next{0};
+  std::atomic<bool> failed{false};
+  std::mutex mutex;
+  std::string report;
+};
+
+struct Worker {
+  Launch* launch = nullptr;
+  void* main_sp = nullptr;
+  char* window = nullptr;
+  std::vector<std::pair<char*, char*>> stack_regions;
+  uint32_t stacks = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  Random random;
+  // The block that runs.
+  uint64_t block_linear;
+  uint3 block_index;
+  uint32_t ready_warps, current_warp;
+  uint32_t alive;
+  // Its __syncthreads.
+  uint32_t at_barrier, votes;
+  int vote_result;
+  Place barrier_place;
+  uint32_t barrier_first;
+  std::string text;
+
+  Worker();
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+  void need_stacks(uint32_t count);
+};
+
+#define EMU_TLS __attribute__((tls_model("initial-exec")))
+thread_local Thread* current EMU_TLS = nullptr;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory of a worker: a window for shared memory, and stacks with a guard page each. Both are kept between launches.
+
+char* map(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<char*>(p);
+}
+
+// A generic address cut to 32 bits must never look like a shared one: the window's low half lies beyond any of them.
+char* map_window() {
+  std::vector<char*> rejected;
+  char* window = nullptr;
+  while (!window) {
+    char* p = map(WINDOW_BYTES);
+    const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p));
+    if (low >= (1u << 24) && low <= UINT32_MAX - WINDOW_BYTES)
+      window = p;
+    else
+      rejected.push_back(p);
+  }
+  for (char* p : rejected) munmap(p, WINDOW_BYTES);
+  return window;
+}
+
+Worker::Worker() : threads(MAX_THREADS), warps(MAX_WARPS) { window = map_window(); }
+
+Worker::~Worker() {
+  munmap(window, WINDOW_BYTES);
+  for (auto [low, high] : stack_regions) munmap(low, static_cast<size_t>(high - low));
+}
+
+void Worker::need_stacks(uint32_t count) {
+  if (count <= stacks) return;
+  const size_t guard = static_cast<size_t>(sysconf(_SC_PAGESIZE)), pitch = STACK_BYTES + guard;
+  const uint32_t more = count - stacks;
+  char* region = map(more * pitch);
+  stack_regions.emplace_back(region, region + more * pitch);
+  for (uint32_t i = 0; i < more; ++i) {
+    char* low = region + i * pitch;
+    mprotect(low, guard, PROT_NONE);
+    Thread& t = threads[stacks + i];
+    t.stack_low = low + guard;
+    // Staggered tops: else the same frame of every fiber falls into the same cache set.
+    t.stack_high = low + pitch - ((stacks + i) * 5 % 64) * 64;
+  }
+  stacks = count;
+}
+
+std::mutex pool_mutex;
+std::vector<std::unique_ptr<Worker>> pool;
+
+std::unique_ptr<Worker> borrow_worker() {
+  {
+    std::lock_guard lock(pool_mutex);
+    if (!pool.empty()) {
+      auto worker = std::move(pool.back());
+      pool.pop_back();
+      return worker;
+    }
+  }
+  return std::make_unique<Worker>();
+}
+
+void return_worker(std::unique_ptr<Worker> worker) {
+  std::lock_guard lock(pool_mutex);
+  if (pool.size() < 64) pool.push_back(std::move(worker));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reports. The first of a launch wins; its fiber never resumes, and the worker drops the whole block.
+
+void append(std::string& text, const char* format, ...) __attribute__((format(printf, 2, 3)));
+void append(std::string& text, const char* format, ...) {
+  char buffer[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(buffer, sizeof buffer, format, args);
+  va_end(args);
+  text += buffer;
+}
+
+std::string code(uintptr_t pc) {
+  Dl_info info;
+  std::string text;
+  if (!pc || !dladdr(reinterpret_cast<void*>(pc), &info) || !info.dli_fname) return text;
+  // One less: a return address may already belong to the next line.
+  append(text, "@[%s+0x%zx]", info.dli_fname, static_cast<size_t>(pc - 1 - reinterpret_cast<uintptr_t>(info.dli_fbase)));
+  return text;
+}
+
+std::string where(const Place& place) {
+  std::string text;
+  if (place.site.file) append(text, "%s:%d ", place.site.file, place.site.line);
+  return text + code(place.pc);
+}
+
+std::string who(const Thread& t) {
+  std::string text;
+  append(text, "thread (%u, %u, %u) [warp %u lane %u]", t.index.x, t.index.y, t.index.z, t.linear / 32, t.linear % 32);
+  return text;
+}
+
+void finish_report(Worker& w, const std::string& text) {
+  Launch& launch = *w.launch;
+  std::lock_guard lock(launch.mutex);
+  if (launch.failed.exchange(true)) return;
+  launch.report = text;
+  append(launch.report, " (block (%u, %u, %u), seed %llu)", w.block_index.x, w.block_index.y, w.block_index.z,
+         static_cast<unsigned long long>(launch.config.seed));
+}
+
+[[noreturn]] void report(const std::string& text) {
+  Thread& t = *current;
+  finish_report(*t.worker, text);
+  emu_switch(&t.sp, t.worker->main_sp);
+  __builtin_unreachable();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The scheduler: a fiber runs until it waits, then goes straight to another that is ready: mostly of its own warp,
+// sometimes of another, always drawn at random.
+
+Thread* pick(Worker& w) {
+  if (!w.ready_warps) return nullptr;
+  const uint32_t draw = w.random.next();
+  uint32_t warp = w.current_warp;
+  if (!(w.ready_warps >> warp & 1u) || draw >> 28 == 0) {
+    const uint32_t turn = draw & 31u;
+    const uint32_t turned = w.ready_warps >> turn | w.ready_warps << ((32 - turn) & 31);
+    warp = (static_cast<uint32_t>(__builtin_ctz(turned)) + turn) & 31u;
+    w.current_warp = warp;
+  }
+  const uint32_t ready = w.warps[warp].ready, turn = draw >> 8 & 31u;
+  const uint32_t turned = ready >> turn | ready << ((32 - turn) & 31);
+  return &w.threads[warp * 32 + ((static_cast<uint32_t>(__builtin_ctz(turned)) + turn) & 31u)];
+}
+
+void set_ready(Worker& w, Warp& warp, uint32_t lanes) {
+  warp.ready |= lanes;
+  if (warp.ready) w.ready_warps |= 1u << warp.index;
+}
+
+void set_waiting(Worker& w, Warp& warp, uint32_t lane) {
+  warp.ready &= ~(1u << lane);
+  if (!warp.ready) w.ready_warps &= ~(1u << warp.index);
+}
+
+// Runs others until somebody made the caller ready and its turn came. To main when nobody can run.
+void wait_turn(Thread& t) {
+  Worker& w = *t.worker;
+  Thread* next = w.launch->failed.load(std::memory_order_relaxed) ? nullptr : pick(w);
+  if (next == &t) return;
+  if (next) {
+    current = next;
+    emu_switch(&t.sp, next->sp);
+  } else {
+    emu_switch(&t.sp, w.main_sp);
+  }
+}
+
+void wait(Thread& t, Kind kind, const Place& place) {
+  t.waits = kind;
+  t.place = place;
+  set_waiting(*t.worker, *t.warp, t.lane);
+  wait_turn(t);
+  t.waits = Kind::none;
+}
+
+std::string waiting(const Thread& t) {
+  return who(t) + " waits at " + kind_name(t.waits) + " " + where(t.place);
+}
+
+// All wait, or have exited while others wait: says who waits where, a line for every place.
+std::string stuck(Worker& w) {
+  std::string places;
+  bool diverged = false;
+  int lines = 0;
+  const Thread* first = nullptr;
+  const uint32_t count = w.launch->block_threads;
+  std::vector<bool> told(count, false);
+  for (uint32_t i = 0; i < count; ++i) {
+    const Thread& t = w.threads[i];
+    if (t.exited || told[i]) continue;
+    if (first && first->warp == t.warp) diverged = true;
+    first = &t;
+    uint32_t same = 0;
+    for (uint32_t j = i; j < count; ++j) {
+      const Thread& u = w.threads[j];
+      if (u.exited || u.waits != t.waits || u.place.site.line != t.place.site.line || u.place.pc != t.place.pc) continue;
+      if (u.warp == t.warp || lines >= 6) told[j] = true, ++same;
+    }
+    if (lines++ < 8) append(places, "; %s", waiting(t).c_str());
+    if (same > 1 && lines <= 8) append(places, " with %u more", same - 1);
+  }
+  const char* kind = diverged ? "divergence within a warp" : w.alive < count ? "divergence: some threads have exited" : "deadlock";
+  return std::string(kind) + ": nobody can go on" + places;
+}
+
+// The rendezvous of the lanes in `mask`. Each brings `operand`; the last one runs compute(pending) for all.
+template <typename Compute>
+void meet(Kind kind, uint32_t mask, uint32_t shape, const Place& place, void* operand, Compute compute) {
+  Thread& t = *current;
+  Worker& w = *t.worker;
+  Warp& warp = *t.warp;
+  const uint32_t bit = 1u << t.lane;
+  if (!(mask & bit))
+    report(std::string("divergence: ") + who(t) + " calls " + kind_name(kind) + " with a mask that leaves it out, " +
+           where(place));
+  const bool whole = kind == Kind::mma || kind == Kind::ldmatrix;
+  if (whole && warp.existing != 0xffffffffu)
+    report(std::string(kind_name(kind)) + " needs a whole warp, " + who(t) + " is in a partial one, " + where(place));
+  const uint32_t members = mask & warp.existing;
+  if (members & warp.exited) {
+    const uint32_t gone = static_cast<uint32_t>(__builtin_ctz(members & warp.exited));
+    report(std::string("divergence: ") + who(w.threads[warp.index * 32 + gone]) + " has exited, but " + who(t) +
+           " needs it at " + kind_name(kind) + " " + where(place));
+  }
+  Pending* p = nullptr;
+  for (int i = 0; i < warp.pending_count; ++i)
+    if (warp.pending[i].mask == members) p = &warp.pending[i];
+  if (!p) {
+    if (members == bit) {  // alone
+      Pending alone;
+      alone.mask = alone.arrived = members;
+      alone.operands[t.lane] = operand;
+      compute(alone);
+      return;
+    }
+    p = &warp.pending[warp.pending_count++];
+    p->mask = members;
+    p->arrived = 0;
+    p->shape = shape;
+    p->kind = kind;
+    p->place = place;
+  } else if (p->kind != kind || p->shape != shape || p->place.site.line != place.site.line ||
+             p->place.site.file != place.site.file) {
+    const Thread& other = w.threads[warp.index * 32 + static_cast<uint32_t>(__builtin_ctz(p->arrived))];
+    report(std::string("divergence within a warp: ") + who(t) + " is at " + kind_name(kind) + " " + where(place) +
+           " while " + waiting(other));
+  }
+  p->operands[t.lane] = operand;
+  p->arrived |= bit;
+  if (p->arrived != members) {
+    wait(t, kind, place);
+    return;
+  }
+  compute(*p);
+  if (p != &warp.pending[--warp.pending_count]) *p = warp.pending[warp.pending_count];
+  set_ready(w, warp, members & ~bit);
+  if (w.random.next() >> 28 == 0) wait_turn(t);  // the last to come need not be the first to go on
+}
+
+template <typename F>
+void each_lane(uint32_t mask, F f) {
+  for (; mask; mask &= mask - 1) f(static_cast<uint32_t>(__builtin_ctz(mask)));
+}
+
+#define PLACE \
+  Place { site, reinterpret_cast<uintptr_t>(__builtin_return_address(0)) }
+
+void release_block(Worker& w) {
+  w.at_barrier = 0;
+  w.barrier_first = UINT32_MAX;
+  for (uint32_t i = 0; i < w.launch->block_warps; ++i) {
+    Warp& warp = w.warps[i];
+    set_ready(w, warp, warp.existing & ~warp.exited);
+  }
+}
+
+void finish_copies(Thread& t, size_t count) {
+  for (; t.copies_done < count; ++t.copies_done) {
+    const Copy& c = t.copies[t.copies_done];
+    char* destination = t.worker->window + c.offset;
+    memcpy(destination, c.source, c.source_bytes);
+    memset(destination + c.source_bytes, 0, static_cast<size_t>(c.bytes - c.source_bytes));
+  }
+}
+
+void exit_thread(Thread& t) {
+  Worker& w = *t.worker;
+  Warp& warp = *t.warp;
+  finish_copies(t, t.copies.size());
+  for (int i = 0; i < warp.pending_count; ++i)
+    if (warp.pending[i].mask >> t.lane & 1u) {
+      const Thread& other = w.threads[warp.index * 32 + static_cast<uint32_t>(__builtin_ctz(warp.pending[i].arrived))];
+      report("divergence within a warp: " + who(t) + " has exited while " + waiting(other));
+    }
+  t.exited = true;
+  warp.exited |= 1u << t.lane;
+  --w.alive;
+  set_waiting(w, warp, t.lane);
+  wait_turn(t);
+  __builtin_unreachable();
+}
+
+void start_block(Worker& w, uint64_t linear) {
+  Launch& launch = *w.launch;
+  w.block_linear = linear;
+  w.block_index = {static_cast<uint32_t>(linear % launch.grid.x),
+                   static_cast<uint32_t>(linear / launch.grid.x % launch.grid.y),
+                   static_cast<uint32_t>(linear / launch.grid.x / launch.grid.y)};
+  w.random.seed(launch.config.seed * 0x100000001b3u ^ linear);
+  memset(w.window, 0xff, launch.shared_bytes);  // NaN in every format
+  w.alive = launch.block_threads;
+  w.at_barrier = 0;
+  w.barrier_first = UINT32_MAX;
+  w.ready_warps = 0;
+  w.current_warp = w.random.next() % launch.block_warps;
+  for (uint32_t i = 0; i < launch.block_warps; ++i) {
+    Warp& warp = w.warps[i];
+    const uint32_t lanes = std::min<uint32_t>(32, launch.block_threads - i * 32);
+    warp.index = i;
+    warp.existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
+    warp.exited = warp.ready = 0;
+    warp.pending_count = 0;
+    set_ready(w, warp, warp.existing);
+  }
+  for (uint32_t i = 0; i < launch.block_threads; ++i) {
+    Thread& t = w.threads[i];
+    t.worker = &w;
+    t.warp = &w.warps[i / 32];
+    t.linear = i;
+    t.lane = i % 32;
+    t.index = {i % launch.block.x, i / launch.block.x % launch.block.y, i / launch.block.x / launch.block.y};
+    t.waits = Kind::none;
+    t.exited = false;
+    t.copies.clear();
+    t.groups.clear();
+    t.copies_done = t.groups_done = 0;
+    t.sp = fresh_stack(t.stack_high);
+  }
+}
+
+void run_block(Worker& w, uint64_t linear) {
+  start_block(w, linear);
+  current = pick(w);
+  emu_switch(&w.main_sp, current->sp);
+  current = nullptr;
+  if (w.alive && !w.launch->failed.load()) finish_report(w, stuck(w));
+}
+
+void run_blocks(Launch& launch) {
+  try {
+    auto worker = borrow_worker();
+    worker->launch = &launch;
+    worker->need_stacks(launch.block_threads);
+    for (;;) {
+      const uint64_t i = launch.next.fetch_add(1);
+      if (i >= launch.blocks || launch.failed.load(std::memory_order_relaxed)) break;
+      // An order that no kernel may count on.
+      run_block(*worker, static_cast<uint64_t>((static_cast<unsigned __int128>(i) * launch.stride + launch.first) %
+                                               launch.blocks));
+    }
+    return_worker(std::move(worker));
+  } catch (const std::bad_alloc&) {
+    std::lock_guard lock(launch.mutex);
+    if (!launch.failed.exchange(true)) launch.report = "out of memory for the emulation's stacks";
+  }
+}
+
+thread_local EmuConfig thread_config{};
+thread_local std::string thread_text;
+
+struct Limits {
+  int architecture;
+  size_t shared_bytes;
+};
+constexpr Limits LIMITS[] = {{80, 163 * 1024},  {86, 99 * 1024},   {89, 99 * 1024},
+                             {90, 227 * 1024}, {100, 227 * 1024}, {120, 99 * 1024}};
+
+const Limits* limits_of(int architecture) {
+  for (const Limits& limits : LIMITS)
+    if (limits.architecture == (architecture ? architecture : 90)) return &limits;
+  return nullptr;
+}
+
+// What the driver would refuse, in its words and with the reason.
+std::string refusal(dim3 grid, dim3 block, size_t shared_bytes, const Limits& limits) {
+  std::string text;
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
+    append(text, "invalid configuration argument: a grid of (%u, %u, %u) blocks; each at least 1, at most (2147483647, "
+           "65535, 65535)", grid.x, grid.y, grid.z);
+  else if (!threads || block.x > 1024 || block.y > 1024 || block.z > 64 || threads > MAX_THREADS)
+    append(text, "invalid configuration argument: a block of (%u, %u, %u) threads; each at least 1, at most (1024, 1024, "
+           "64) and 1024 together", block.x, block.y, block.z);
+  else if (shared_bytes > limits.shared_bytes)
+    append(text, "invalid argument: %zu bytes of shared memory a block; sm_%d allows at most %zu", shared_bytes,
+           limits.architecture, limits.shared_bytes);
+  return text;
+}
+
+}  // namespace
+
+uint3 thread_index() { return current->index; }
+uint3 block_index() { return current->worker->block_index; }
+dim3 block_size() { return current->worker->launch->block; }
+dim3 grid_size() { return current->worker->launch->grid; }
+void* shared_memory() { return current->worker->window; }
+
+int sync_block(BlockVote vote, int predicate, Site site) {
+  Thread& t = *current;
+  Worker& w = *t.worker;
+  const Place place = PLACE;
+  if (w.at_barrier == 0) {
+    w.barrier_place = place;
+    w.barrier_first = t.linear;
+    w.votes = 0;
+  } else if (w.barrier_place.site.line != site.line || w.barrier_place.site.file != site.file) {
+    report("divergence within a block: " + who(t) + " is at __syncthreads " + where(place) + " while " +
+           waiting(w.threads[w.barrier_first]));
+  }
+  w.votes += predicate != 0;
+  const uint32_t count = w.launch->block_threads;
+  if (++w.at_barrier < count) {
+    wait(t, Kind::sync_block, place);
+    return w.vote_result;
+  }
+  w.vote_result = static_cast<int>(vote == BlockVote::count ? w.votes
+                                   : vote == BlockVote::all ? w.votes == count
+                                                            : w.votes != 0);
+  release_block(w);
+  if (w.random.next() >> 30) wait_turn(t);
+  return w.vote_result;
+}
+
+void sync_warp(unsigned mask, Site site) {
+  meet(Kind::sync_warp, mask, 0, PLACE, nullptr, [](Pending&) {});
+}
+
+uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t bits, int lane, int width, Site site) {
+  struct Operand {
+    uint64_t bits, result;
+    int lane;
+  } mine{bits, bits, lane};
+  const Place place = PLACE;
+  if (width <= 0 || width > 32 || (width & (width - 1)))
+    report("a shuffle of width " + std::to_string(width) + ", not a power of two up to 32, " + where(place));
+  const uint32_t shape = static_cast<uint32_t>(kind) << 8 | static_cast<uint32_t>(width);
+  meet(Kind::shuffle, mask, shape, place, &mine, [&](Pending& p) {
+    each_lane(p.mask, [&](uint32_t me) {
+      Operand& to = *static_cast<Operand*>(p.operands[me]);
+      const int first = static_cast<int>(me) & -width, last = first + width - 1;
+      int from = 0;
+      switch (kind) {
+        case Shuffle::index: from = first | (to.lane & (width - 1)); break;
+        case Shuffle::up: from = static_cast<int>(me) - to.lane; if (from < first) from = static_cast<int>(me); break;
+        case Shuffle::down: from = static_cast<int>(me) + to.lane; if (from > last) from = static_cast<int>(me); break;
+        case Shuffle::exclusive_or: from = static_cast<int>(me) ^ to.lane; if (from > last) from = static_cast<int>(me);
+      }
+      if (from < 0 || from > 31 || !(p.mask >> from & 1u)) {
+        Worker& w = *current->worker;
+        report("a shuffle reads lane " + std::to_string(from) + ", which its mask leaves out: " +
+               who(w.threads[current->warp->index * 32 + me]) + ", " + where(place));
+      }
+      to.result = static_cast<Operand*>(p.operands[from])->bits;
+    });
+  });
+  return mine.result;
+}
+
+unsigned vote(Vote kind, unsigned mask, unsigned value, Site site) {
+  struct Operand {
+    unsigned value, result;
+  } mine{value, 0};
+  meet(Kind::vote, mask, static_cast<uint32_t>(kind), PLACE, &mine, [&](Pending& p) {
+    auto operand = [&](uint32_t lane) -> Operand& { return *static_cast<Operand*>(p.operands[lane]); };
+    unsigned result = operand(static_cast<uint32_t>(__builtin_ctz(p.mask))).value, ballot = 0;
+    bool first = true;
+    each_lane(p.mask, [&](uint32_t lane) {
+      const unsigned x = operand(lane).value;
+      ballot |= (x ? 1u : 0u) << lane;
+      if (first) {
+        first = false;
+        return;
+      }
+      switch (kind) {
+        case Vote::add: result += x; break;
+        case Vote::min_unsigned: result = std::min(result, x); break;
+        case Vote::max_unsigned: result = std::max(result, x); break;
+        case Vote::bit_and: result &= x; break;
+        case Vote::bit_or: result |= x; break;
+        case Vote::bit_xor: result ^= x; break;
+        default: break;
+      }
+    });
+    if (kind == Vote::ballot) result = ballot;
+    if (kind == Vote::any) result = ballot != 0;
+    if (kind == Vote::all) result = ballot == p.mask;
+    each_lane(p.mask, [&](uint32_t lane) {
+      if (kind == Vote::match_any) {
+        result = 0;
+        each_lane(p.mask, [&](uint32_t other) { result |= (operand(other).value == operand(lane).value ? 1u : 0u) << other; });
+      }
+      operand(lane).result = result;
+    });
+  });
+  return mine.result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Narrow floats.
+
+float e4m3_value(uint8_t code) {
+  const uint32_t magnitude = code & 0x7fu;
+  float value;
+  if (magnitude == 0x7f)
+    value = bit_cast<float>(0x7fffffffu);
+  else if (magnitude < 8)
+    value = static_cast<float>(magnitude) * 0x1p-9f;
+  else
+    value = bit_cast<float>((magnitude << 20) + (120u << 23));
+  return code & 0x80u ? -value : value;
+}
+
+uint8_t round_e4m3(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80u;
+  const float magnitude = fabsf(x);
+  if (magnitude != magnitude) return 0x7f;
+  if (magnitude >= 448.0f) return static_cast<uint8_t>(sign | 0x7eu);
+  if (magnitude < 0x1p-6f)  // subnormal: multiples of 2^-9
+    return static_cast<uint8_t>(sign | static_cast<uint32_t>(rintf(magnitude * 512.0f)));
+  const uint32_t m = bits & 0x7fffffffu, rounded = (m + 0x7ffffu + (m >> 20 & 1u)) >> 20;
+  return static_cast<uint8_t>(sign | std::min(rounded - (120u << 3), 0x7eu));
+}
+
+float e2m1_value(uint8_t code) {
+  constexpr float VALUES[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  return code & 8u ? -VALUES[code & 7u] : VALUES[code & 7u];
+}
+
+uint8_t round_e2m1(float x) {
+  if (x != x) return 7;
+  const uint8_t sign = bit_cast<uint32_t>(x) >> 31 ? 8 : 0;
+  const float m = fabsf(x);
+  // Nearest, ties to the even code.
+  const int code = m <= 0.25f ? 0 : m < 0.75f ? 1 : m <= 1.25f ? 2 : m < 1.75f ? 3 : m <= 2.5f ? 4 : m < 3.5f ? 5 : m <= 5.0f ? 6 : 7;
+  return static_cast<uint8_t>(sign | code);
+}
+
+void yield() {
+  if (current) wait_turn(*current);
+}
+
+void trap(const char* what, Site site) { report(std::string(what) + " by " + who(*current) + " at " + where(PLACE)); }
+
+int64_t clock() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+const char* launch_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*invoke)(const void*), const void* body,
+                        size_t body_bytes, const void* code) {
+  if (current) return "a kernel cannot launch a grid in the emulation";
+  try {
+    thread_text = refusal(grid, block, shared_bytes, *limits_of(thread_config.architecture));
+    if (!thread_text.empty()) return thread_text.c_str();
+    Launch launch{};
+    launch.config = thread_config;
+    launch.grid = grid;
+    launch.block = block;
+    launch.shared_bytes = shared_bytes;
+    launch.invoke = invoke;
+    launch.body = body;
+    launch.body_bytes = body_bytes;
+    launch.blocks = uint64_t{grid.x} * grid.y * grid.z;
+    launch.block_threads = block.x * block.y * block.z;
+    launch.block_warps = (launch.block_threads + 31) / 32;
+    Random random;
+    random.seed(~thread_config.seed);
+    launch.first = random.next() % launch.blocks;
+    do launch.stride = random.next() % launch.blocks + 1;
+    while (std::__gcd(launch.stride, launch.blocks) != 1);
+    Dl_info info;
+    if (dladdr(code, &info)) {
+      launch.library = info.dli_fname ? info.dli_fname : "";
+      launch.library_base = reinterpret_cast<uintptr_t>(info.dli_fbase);
+    }
+    const uint64_t wanted = thread_config.threads > 0 ? static_cast<uint64_t>(thread_config.threads)
+                                                      : std::max(1u, std::thread::hardware_concurrency());
+    const uint64_t workers = std::min({wanted, launch.blocks, uint64_t{32768} / (2 * launch.block_threads)});
+    std::vector<std::thread> threads;
+    for (uint64_t i = 1; i < workers; ++i) threads.emplace_back([&launch] { run_blocks(launch); });
+    run_blocks(launch);
+    for (std::thread& thread : threads) thread.join();
+    if (!launch.failed) return nullptr;
+    thread_text = launch.report;
+    return thread_text.c_str();
+  } catch (const std::exception& error) {
+    thread_text = std::string("the emulation could not start: ") + error.what();
+    return thread_text.c_str();
+  }
+}
+
+}  // namespace emu
+
+extern "C" void emu_fiber_start() {
+  using namespace emu;
+  Thread& t = *current;
+  t.worker->launch->invoke(t.worker->launch->body);
+  exit_thread(t);
+}
+
+extern "C" const char* emu_configure(const EmuConfig* config) {
+  using namespace emu;
+  if (!limits_of(config->architecture)) {
+    thread_text = "architecture " + std::to_string(config->architecture) + ", not one of 80, 86, 89, 90, 100, 120";
+    return thread_text.c_str();
+  }
+  if (config->threads < 0) return "threads: not negative";
+  thread_config = *config;
+  return nullptr;
+}
+
+extern "C" int emu_version(void) { return 1; }
