@@ -844,7 +844,8 @@ def _compile(recipe: _Recipe, staging: Path, stem: str) -> Path:
                 **sources,
             )
         except RuntimeError as error:
-            raise BuildError(f"{recipe.label} does not build:\n{_compiler_output(str(error))}") from error
+            said = _compiler_output(str(error), recipe)
+            raise BuildError(f"{_shown_name(recipe.source)} does not build ({recipe.label}):\n{said}") from None
     return Path(str(built))
 
 
@@ -854,9 +855,10 @@ def _staged_text(path: Path) -> str:
     return f'#line 1 "{name}"\n{path.read_text(encoding="utf-8")}'
 
 
-def _compiler_output(text: str) -> str:
+def _compiler_output(text: str, recipe: _Recipe) -> str:
     """Only what the compiler said of ninja's output."""
-    noise = re.compile(r"\[\d+/\d+\]|ninja: |FAILED: |Error building extension")
+    tools = "|".join(re.escape(str(tool)) for tool in (recipe.compiler, recipe.host_compiler) if tool)
+    noise = re.compile(rf"\[\d+/\d+\]|ninja: |FAILED: |Error building extension|(?:{tools}) ")
     return "\n".join(line for line in text.splitlines() if not noise.match(line)) or text
 
 
