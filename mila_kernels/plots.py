@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pandas as pd
@@ -23,9 +24,9 @@ BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, YELLOW = (
 INK, MUTED, FAINT = "#222222", "#666666", "#DDDDDD"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, YELLOW)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)))
 
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.edgecolor": MUTED,
@@ -108,8 +109,8 @@ def ladder(
     timings: pd.DataFrame,
     published: pd.DataFrame | None = None,
     *,
-    limit_us: float,
     gpu: str,
+    limit_us: float | None = None,
     title: str = "",
     limit_name: str = "limit",
 ) -> Figure:
@@ -118,11 +119,16 @@ def ladder(
     ``timings``: one row a step, in the order to draw, with ``step``, ``median_us``, ``p10_us``, ``p90_us`` and, if
     rows may be stale, ``stale``. ``published``: rows with ``step``, ``ms`` and ``gpu``: others' figures for the
     same work; a step without one gets none, a step that only they have is drawn too. ``limit_us``: the least time that
-    the device's measured ceilings allow. ValueError names a missing column or a limit that is not positive.
+    the device's measured ceilings allow; without it, ``timings`` has it as a column, each row its own run's. ValueError
+    names a missing column or a limit that is not positive.
     """
     _require(timings, ("step", "median_us", "p10_us", "p90_us"), "timings")
-    if not limit_us > 0:
-        raise ValueError(f"limit_us must be positive, not {limit_us!r}")
+    if limit_us is not None:
+        timings = timings.assign(limit_us=limit_us)
+    _require(timings, ("limit_us",), "timings")
+    if not (timings["limit_us"] > 0).all():
+        raise ValueError(f"limit_us must be positive, not {timings['limit_us'].tolist()}")
+    limit_ms = timings["limit_us"].min() / 1e3
     theirs = pd.DataFrame(columns=["step", "ms", "gpu"]) if published is None else published
     if len(theirs):
         _require(theirs, ("step", "ms", "gpu"), "published")
@@ -137,11 +143,11 @@ def ladder(
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2.2, 1))
         height, shift = (0.36, 0.2) if len(theirs) else (0.6, 0.0)
         _ladder_times(left, ours, theirs, rows, gpu, height, shift)
-        left.axvline(limit_us / 1e3, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3)
+        left.axvline(limit_ms, color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=3)
         left.set_xscale("log")
         slowest = max([ours["p90_us"].max() / 1e3, *theirs["ms"].tolist()])
-        left.set_xlim(limit_us / 1e3 / 1.6, slowest * 3.2)
-        left.text(limit_us / 1e3 * 1.1, -0.62, f"{limit_name} {number(limit_us / 1e3)} ms", va="center", fontsize=8)
+        left.set_xlim(limit_ms / 1.6, slowest * 3.2)
+        left.text(limit_ms * 1.1, -0.62, f"{limit_name} {number(limit_ms)} ms", va="center", fontsize=8)
         _plain_log(left.xaxis)
         left.set_ylim(len(steps) - 0.4, -0.9)
         left.set_yticks(range(len(steps)), _mark_stale(steps, [stale.get(name, False) for name in steps]))
@@ -150,7 +156,7 @@ def ladder(
         left.set_xlabel("time (ms, logarithmic)")
         if len(theirs):
             left.legend(loc="lower center", bbox_to_anchor=(0.42, 1.0), ncols=2, fontsize=8, handlelength=1.6)
-        _ladder_shares(right, ours, rows, limit_us)
+        _ladder_shares(right, ours, rows)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
     return figure
@@ -175,8 +181,8 @@ def _ladder_times(
         axes.text(value * 1.09, place, f"{number(value)} ms", va="center", fontsize=8.5, color=MUTED)
 
 
-def _ladder_shares(axes: Axes, ours: pd.DataFrame, rows: Mapping[str, int], limit_us: float) -> None:
-    shares = limit_us / ours["median_us"]
+def _ladder_shares(axes: Axes, ours: pd.DataFrame, rows: Mapping[str, int]) -> None:
+    shares = ours["limit_us"] / ours["median_us"]
     places = [rows[name] for name in ours.index]
     axes.barh(places, [1.0] * len(places), height=0.5, color="white", edgecolor=FAINT, linewidth=0.8)
     axes.barh(places, shares, height=0.5, color=GREEN)
@@ -226,11 +232,17 @@ def roofline(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.4))
         axes = figure.subplots()
-        low, high = min(intensity.min(), 1) / 2, max(intensity.max() * 2, 20 * max(peaks.values()) * 1e3 / read_gbps)
+        low, high = min(intensity.min(), 1) / 2, max(intensity.max() * 2, 50 * max(peaks.values()) * 1e3 / read_gbps)
         _roofs(axes, read_gbps, peaks, low, high)
         for series, (op, rows) in enumerate(points.groupby("op", sort=True)):
             measured, colour = rows["median_us"].notna(), COLOURS[series % 7]
-            style = {"marker": MARKERS[series % 7], "s": 34, "edgecolors": colour, "linewidths": 1.2, "zorder": 4}
+            style: dict[str, Any] = {
+                "marker": MARKERS[series % 7],
+                "s": 34,
+                "edgecolors": colour,
+                "linewidths": 1.2,
+                "zorder": 4,
+            }
             axes.scatter(intensity[rows.index[~measured]], reached[rows.index[~measured]], color="white", **style)
             axes.scatter(intensity[rows.index[measured]], reached[rows.index[measured]], color=colour, **style)
             axes.scatter([], [], color=colour, label=str(op), **style)
@@ -257,7 +269,7 @@ def _roofs(axes: Axes, read_gbps: float, peaks: Mapping[str, float], low: float,
         axes.plot([ridge, high], [peak, peak], color=INK, linestyle=DASHES[series], linewidth=1.4, zorder=2)
         axes.text(high / 1.08, peak * 1.07, f"{name} {number(peak)} TFLOP/s", ha="right", va="bottom", fontsize=8.5)
         axes.plot([ridge, ridge], [peak / 30, peak], color=MUTED, linewidth=0.7, linestyle=":", zorder=1)
-        side = {"ha": "right"} if series == 0 else {"ha": "left"}
+        side: dict[str, Any] = {"ha": "right"} if series == 0 else {"ha": "left"}
         nudge = 0.97 if series == 0 else 1.05
         axes.text(ridge * nudge, peak / 28, f"{number(ridge)} FLOP/B", fontsize=8, color=MUTED, rotation=90, **side)
     top = max(peaks.values())
@@ -272,9 +284,10 @@ def _roofs(axes: Axes, read_gbps: float, peaks: Mapping[str, float], low: float,
 def _point_labels(axes: Axes, points: pd.DataFrame, intensity: pd.Series, reached: pd.Series) -> None:
     if "label" not in points.columns:
         return
-    for row, label in points["label"].dropna().items():
-        place = (float(intensity.loc[row]), float(reached.loc[row]))
-        axes.annotate(str(label), place, (7, -3), textcoords="offset points", fontsize=7.5, color=INK, zorder=5)
+    for x, y, label in zip(intensity, reached, points["label"], strict=True):
+        if pd.isna(label):
+            continue
+        axes.annotate(str(label), (x, y), (7, -3), textcoords="offset points", fontsize=7.5, color=INK, zorder=5)
 
 
 # --- scaling ---
@@ -384,12 +397,12 @@ def errors(
                 continue
             # Series side by side above a name, so that equal errors do not hide each other.
             shifted[rows.index] += (index - (len(groups) - 1) / 2) * 0.24
-            style = {"color": COLOURS[index % 7], "marker": MARKERS[index % 7]}
+            style: dict[str, Any] = {"color": COLOURS[index % 7], "marker": MARKERS[index % 7]}
             axes.scatter(shifted[rows.index], rows["rel_l2"], s=24, label=str(name), **style)
         _bounds(axes, parity, places, numeric)
         failed = parity[~parity["passed"].astype(bool)]
         if len(failed):
-            ring = {"s": 130, "facecolors": "none", "edgecolors": VERMILION, "linewidths": 1.5}
+            ring: dict[str, Any] = {"s": 130, "facecolors": "none", "edgecolors": VERMILION, "linewidths": 1.5}
             axes.scatter(shifted[failed.index], failed["rel_l2"], label="above its bound", **ring)
         axes.set_yscale("log")
         low, high = parity["rel_l2"][parity["rel_l2"] > 0].min(), max(parity["bound"].max(), parity["rel_l2"].max())
@@ -401,7 +414,7 @@ def errors(
             axes.set_xscale("log", base=2)
             _binary_log(axes.xaxis, parity[x].unique().tolist())
         else:
-            turned = {"rotation": 30, "ha": "right"} if len(names) > 5 else {}
+            turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(names) > 5 else {}
             axes.set_xticks(range(len(names)), names, **turned)
             axes.set_xlim(-0.6, len(names) - 0.4)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8.5)
@@ -413,7 +426,7 @@ def errors(
 def _error_line(axes: Axes, rows: pd.DataFrame, x: str, name: str, index: int) -> None:
     by_size = rows.groupby(x)["rel_l2"]
     middle, low, high = by_size.median(), by_size.quantile(0.1), by_size.quantile(0.9)
-    style = {"color": COLOURS[index % 7], "marker": MARKERS[index % 7], "linestyle": DASHES[index % 7]}
+    style: dict[str, Any] = {"color": COLOURS[index % 7], "marker": MARKERS[index % 7], "linestyle": DASHES[index % 7]}
     axes.plot(middle.index, middle, label=name, **style)
     axes.fill_between(middle.index, low, high, color=COLOURS[index % 7], alpha=0.18, linewidth=0)
 

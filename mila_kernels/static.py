@@ -9,10 +9,8 @@ plus spill loads. The other columns count instructions in the SASS, once each ho
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import hashlib
-import io
 import json
 import os
 import re
@@ -23,19 +21,21 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from . import paths
+from . import build, paths, results
 from . import steps as registry
+from .results import StaticRow
 from .steps import Step
 
 T = TypeVar("T")
 
-INSTRUCTIONS = ("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "FFMA")
-FLAGS = ("-std=c++20", "-O3", "-Xptxas", "-v")
-TABLE = paths.RESULTS / "static.csv"
+# A column of the table that is written in capitals is the count of that instruction.
+INSTRUCTIONS = tuple(column for column in results.columns("static") if column.isupper())
+# What kernels are built with for a GPU, less the line table, which would only make the PTX harder to read.
+FLAGS = tuple(flag for flag in build.CUDA_FLAGS if flag != "-lineinfo")
 
 # wgmma serialised by the compiler (C7510 to C7520) and setmaxnreg ignored (C7508): the step is not what it says it is.
 BROKEN_PROMISE = re.compile(r"\((C7508|C751\d|C7520)\)")
@@ -43,31 +43,6 @@ BROKEN_PROMISE = re.compile(r"\((C7508|C751\d|C7520)\)")
 
 class ToolError(RuntimeError):
     """A compiler or disassembler is missing, or failed; the text says which, and what to install."""
-
-
-@dataclass(frozen=True)
-class KernelFacts:
-    """One row of ``results/static.csv``."""
-
-    op: str
-    step: str
-    source_sha: str
-    arch: str
-    kernel: str
-    nvcc: str
-    registers: int
-    smem_bytes: int
-    spill_bytes: int
-    HMMA: int
-    HGMMA: int
-    QGMMA: int
-    LDSM: int
-    LDGSTS: int
-    UTMALDG: int
-    FFMA: int
-
-
-COLUMNS = tuple(field.name for field in fields(KernelFacts))
 
 
 @dataclass(frozen=True)
@@ -92,13 +67,17 @@ class Resources:
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of ``$CUDA_HOME`` or ``$CUDA_PATH``, else of ``$PATH``, or None."""
-    return _find("nvcc", [])
+    """The nvcc that kernels are built with, or None."""
+    try:
+        return build.nvcc_path()
+    except build.BuildError:
+        return None
 
 
 def find_cuobjdump() -> Path | None:
     """cuobjdump of the PyPI package, else of the toolkit, or None."""
-    return _find("cuobjdump", _wheel_folders())
+    nvcc = find_nvcc()
+    return _find("cuobjdump", [*_wheel_folders(), *([nvcc.parent] if nvcc else [])])
 
 
 def _wheel_folders() -> list[Path]:
@@ -106,9 +85,8 @@ def _wheel_folders() -> list[Path]:
     return [folder for site in sites for folder in sorted((site / "nvidia").glob("*/bin"))]
 
 
-def _find(tool: str, first: Sequence[Path]) -> Path | None:
-    homes = [Path(home) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    for folder in (*first, *homes):
+def _find(tool: str, folders: Sequence[Path]) -> Path | None:
+    for folder in folders:
         if os.access(folder / tool, os.X_OK):
             return folder / tool
     found = shutil.which(tool)
@@ -117,7 +95,7 @@ def _find(tool: str, first: Sequence[Path]) -> Path | None:
 
 def _need(tool: str, found: Path | None, install: str) -> Path:
     if found is None:
-        raise ToolError(f"{tool} was not found in CUDA_HOME, CUDA_PATH or PATH; {install}")
+        raise ToolError(f"{tool} was not found; {install}")
     return found
 
 
@@ -168,8 +146,8 @@ def compile_step(step: Step, arch: str) -> Compiled:
     target = f"arch={arch.replace('sm_', 'compute_')},code={arch}"
     with tempfile.TemporaryDirectory(prefix="mila_static_") as folder:
         work = Path(folder)
-        command = [_nvcc(), *FLAGS, "-gencode", target, "--keep", "--keep-dir", ".", "-cubin", "-o", "step.cubin"]
-        log = _run([*command, step.path.resolve()], cwd=work)
+        options = ["-gencode", target, "--keep", "--keep-dir", ".", "-cubin", "-o", "step.cubin"]
+        log = _run([_nvcc(), *FLAGS, *options, step.path.resolve()], cwd=work)
         ptx = next(work.glob("*.ptx")).read_text(encoding="utf-8")
         sass = _run([_cuobjdump(), "-sass", "step.cubin"], cwd=work)
     return Compiled(log, ptx, sass)
@@ -235,7 +213,7 @@ def short_name(signature: str) -> str:
 # --- rows ---
 
 
-def analyse(step: Step, arch: str) -> tuple[list[KernelFacts], list[str]]:
+def analyse(step: Step, arch: str) -> tuple[list[StaticRow], list[str]]:
     """The rows of a step for an architecture, in the order of their names, and the compiler warnings that matter.
 
     Cached by the digest of everything that is compiled and everything that compiles it.
@@ -246,24 +224,29 @@ def analyse(step: Step, arch: str) -> tuple[list[KernelFacts], list[str]]:
     except (OSError, ValueError):
         kernels, warnings = _measure(compile_step(step, arch))
         _store(cached, json.dumps([kernels, warnings]))
-    head = (*step.id.split("/"), step.source_sha, arch)
-    rows = [KernelFacts(*head, kernel, nvcc_version(), *facts) for kernel, *facts in kernels]
+    where: dict[str, Any] = {
+        "op": step.op,
+        "step": step.name,
+        "source_sha": step.source_sha,
+        "arch": arch,
+        "nvcc": nvcc_version(),
+    }
+    rows = [StaticRow(**where, **facts) for facts in kernels]
     return rows, warnings
 
 
-def _measure(compiled: Compiled) -> tuple[list[list[str | int]], list[str]]:
+def _measure(compiled: Compiled) -> tuple[list[dict[str, Any]], list[str]]:
     resources, dynamic, mixes = parse_log(compiled.log), parse_ptx(compiled.ptx), parse_sass(compiled.sass)
     if not resources or resources.keys() != mixes.keys() or resources.keys() != dynamic.keys():
         raise ToolError(f"kernels differ: ptxas {sorted(resources)}, PTX {sorted(dynamic)}, SASS {sorted(mixes)}")
-    kernels: list[list[str | int]] = []
+    kernels = []
     for mangled, kernel in demangle(sorted(resources)).items():
-        found, mix = resources[mangled], mixes[mangled]
-        counts = [mix[name] for name in INSTRUCTIONS]
-        kernels.append(
-            [kernel, found.registers, found.static_smem + dynamic[mangled], found.spill_bytes, *counts],
-        )
+        found = resources[mangled]
+        facts = {"kernel": kernel, "registers": found.registers, "spill_bytes": found.spill_bytes}
+        facts["smem_bytes"] = found.static_smem + dynamic[mangled]
+        kernels.append(facts | {name: mixes[mangled][name] for name in INSTRUCTIONS})
     warnings = [line.strip() for line in compiled.log.splitlines() if BROKEN_PROMISE.search(line)]
-    return sorted(kernels, key=lambda row: natural(str(row[0]))), warnings
+    return sorted(kernels, key=lambda facts: natural(str(facts["kernel"]))), warnings
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -276,62 +259,41 @@ def _digest(step: Step, arch: str) -> str:
     tools = (nvcc_version(), _cuobjdump_version())
     for text in (arch, *FLAGS, *INSTRUCTIONS, *tools, Path(__file__).read_text(encoding="utf-8")):
         digest.update(text.encode() + b"\0")
-    for file in sorted(includes(step.path)):
+    for file in (step.path, *registry.headers(step.path)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
-
-
-def includes(source: Path) -> set[Path]:
-    """A source and every file of this package that it reaches by ``#include "..."``."""
-    found: set[Path] = set()
-    waiting = [source.resolve()]
-    while waiting:
-        file = waiting.pop()
-        if file in found or not file.is_file():
-            continue
-        found.add(file)
-        quoted = re.findall(r'^\s*#\s*include\s*"([^"]+)"', file.read_text(encoding="utf-8"), re.MULTILINE)
-        waiting += [(file.parent / name).resolve() for name in quoted]
-    return found
 
 
 def _store(file: Path, text: str) -> None:
     """Writes a whole file or nothing; a cache that cannot be written is no error."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _replace(file, text)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as partial:
+            partial.write(text)
+        os.replace(partial.name, file)
     except OSError:
         return
 
 
-def _replace(file: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8", newline="") as partial:
-        partial.write(text)
-        partial.flush()
-        os.fsync(partial.fileno())
-    os.chmod(partial.name, 0o644)
-    os.replace(partial.name, file)
-
-
-def collect(chosen: Iterable[Step] | None = None, jobs: int | None = None) -> tuple[list[KernelFacts], list[str]]:
+def collect(chosen: Iterable[Step] | None = None, jobs: int | None = None) -> tuple[list[StaticRow], list[str]]:
     """All rows, in a fixed order, and what must not be: undeclared spills, broken promises of the compiler."""
     cases = [(step, arch) for step in (registry.steps() if chosen is None else chosen) for arch in step.architectures]
     _nvcc(), _cuobjdump(), nvcc_version(), _cuobjdump_version()  # so that a missing tool is said once
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        results = list(pool.map(lambda case: analyse(*case), cases))
-    rows = [row for found, _ in results for row in found]
+        analysed = list(pool.map(lambda case: analyse(*case), cases))
+    rows = [row for found, _ in analysed for row in found]
     problems = []
-    for (step, arch), (found, warnings) in zip(cases, results, strict=True):
+    for (step, arch), (found, warnings) in zip(cases, analysed, strict=True):
         problems += undeclared_spills(step, found)
         problems += [f"{step.id} {arch}: {warning}" for warning in warnings]
     return sorted(rows, key=_order), problems
 
 
-def _order(row: KernelFacts) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]], list[tuple[int, str]]]:
+def _order(row: StaticRow) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]], list[tuple[int, str]]]:
     return row.op, natural(row.step), natural(row.arch), natural(row.kernel)
 
 
-def undeclared_spills(step: Step, rows: Iterable[KernelFacts]) -> list[str]:
+def undeclared_spills(step: Step, rows: Iterable[StaticRow]) -> list[str]:
     """A line for each kernel that spills although its step's header has no ``// Spills:``."""
     if step.spills:
         return []
@@ -345,41 +307,7 @@ def undeclared_spills(step: Step, rows: Iterable[KernelFacts]) -> list[str]:
 # --- the table ---
 
 
-def render(rows: Iterable[KernelFacts]) -> str:
-    """The rows as CSV text."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(astuple(row) for row in rows)
-    return text.getvalue()
-
-
-def read(file: Path = TABLE) -> list[KernelFacts]:
-    """The recorded rows. ValueError names the file and line of what is not a row; a missing file is no row."""
-    if not file.exists():
-        return []
-    with file.open(newline="", encoding="utf-8") as lines:
-        reader = csv.reader(lines)
-        if tuple(next(reader, ())) != COLUMNS:
-            raise ValueError(f"{file.name}: the columns must be {', '.join(COLUMNS)}")
-        return [_parse(file, reader.line_num, row) for row in reader]
-
-
-def _parse(file: Path, line: int, row: list[str]) -> KernelFacts:
-    texts = COLUMNS.index("registers")
-    try:
-        return KernelFacts(*row[:texts], *map(int, row[texts:]))  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file.name}, line {line}: {error}") from None
-
-
-def write(rows: Iterable[KernelFacts], file: Path = TABLE) -> None:
-    """Replaces the table, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _replace(file, render(rows))
-
-
-def differences(recorded: Iterable[KernelFacts], measured: Iterable[KernelFacts]) -> list[str]:
+def differences(recorded: Iterable[StaticRow], measured: Iterable[StaticRow]) -> list[str]:
     """One line for each row that was added, lost or changed, with the columns that changed."""
     before = {(row.op, row.step, row.arch, row.kernel): row for row in recorded}
     after = {(row.op, row.step, row.arch, row.kernel): row for row in measured}
@@ -392,7 +320,7 @@ def differences(recorded: Iterable[KernelFacts], measured: Iterable[KernelFacts]
             lines.append(f"{name}: not recorded")
         elif before[key] != after[key]:
             old, new = asdict(before[key]), asdict(after[key])
-            changed = [f"{column} {old[column]} -> {new[column]}" for column in COLUMNS if old[column] != new[column]]
+            changed = [f"{column} {old[column]} -> {new[column]}" for column in old if old[column] != new[column]]
             lines.append(f"{name}: {', '.join(changed)}")
     return lines
 
@@ -456,15 +384,15 @@ def main(args: argparse.Namespace) -> int:
     if args.check:
         problems += _compare(rows)
     else:
-        write(rows)
-        print(f"{len(rows)} kernels in {TABLE.relative_to(paths.ROOT)}, nvcc {nvcc_version()}")
+        results.write(paths.RESULTS, "static", rows)
+        print(f"{len(rows)} kernels in results/static.csv, nvcc {nvcc_version()}")
     for problem in problems:
         print(f"static: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
-def _compare(rows: list[KernelFacts]) -> list[str]:
-    recorded = read()
+def _compare(rows: list[StaticRow]) -> list[str]:
+    recorded = results.read(paths.RESULTS, "static")
     compilers = {row.nvcc for row in recorded}
     if recorded and nvcc_version() not in compilers:
         # Another compiler allocates otherwise; only what holds under every compiler is checked then.
