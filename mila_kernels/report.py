@@ -1,0 +1,354 @@
+"""What was recorded, for people: the table of steps, the charts, and the generated parts of the README.
+
+Generated parts stand between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``; nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from . import paths, plots, results, shapes, steps
+from .plots import number
+from .steps import Step
+
+README = paths.ROOT / "README.md"
+MAKEFILE = paths.ROOT / "Makefile"
+PUBLISHED = paths.DATA / "published.csv"
+NOT_RECORDED = "not recorded"
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step in the table: figures of its op's first workload, cold; NaN and "" where nothing is recorded."""
+
+    step: Step
+    ms: float
+    share: float
+    rel_l2: float
+    bound: float
+    passed: bool
+    stale: bool
+    failure: str
+
+
+# --- recorded figures ---
+
+
+def main_workload(op: str) -> shapes.Workload:
+    """The workload that an op's ladder is measured on: the first of its rows in ``data/workloads.csv``."""
+    return shapes.workloads(op)[0]
+
+
+def recorded(op: str, gpu: str, workload: str) -> pd.DataFrame:
+    """Cold timings of one workload with their rates and limits, one row a step, our steps in order, then others'."""
+    timings = results.table("timings", gpu)
+    chosen = timings[(timings["op"] == op) & (timings["workload"] == workload) & (timings["cache"] == "cold")]
+    chosen = results.with_rates(chosen, gpu)
+    chosen = chosen.assign(step=[name.rpartition("/")[2] for name in chosen["step"]])
+    order = {step.name: place for place, step in enumerate(_steps(op))}
+    return chosen.sort_values(
+        "step", key=lambda names: names.map(lambda name: order.get(name, len(order))), kind="stable"
+    )
+
+
+def _steps(op: str) -> list[Step]:
+    return steps.steps(op) if op in steps.ops() else []
+
+
+def published(op: str, workload: str) -> pd.DataFrame:
+    """Other people's figures for a workload: ``step``, ``ms``, ``gpu``, ``source``; empty where there are none."""
+    empty = pd.DataFrame({"step": [], "ms": [], "gpu": [], "source": []})
+    if not PUBLISHED.exists():
+        return empty
+    table = pd.read_csv(PUBLISHED, dtype=str, keep_default_na=False)
+    rows = table[
+        (table["op"] == op) & (table["workload"] == workload) & (table["step"] != "") & (table["unit"] == "ms")
+    ]
+    return pd.DataFrame(
+        {"step": rows["step"], "ms": rows["value"].astype(float), "gpu": rows["gpu"], "source": rows["source"]}
+    ).reset_index(drop=True)
+
+
+def lines(op: str, gpu: str) -> list[Line]:
+    """The table of an op's steps, in order."""
+    timings = recorded(op, gpu, main_workload(op).name).set_index("step")
+    parity = results.table("parity", gpu)
+    parity = parity[(parity["op"] == op) & (parity["backend"] == "cuda")]
+    parity = parity.assign(step=[name.rpartition("/")[2] for name in parity["step"]])
+    return [_line(step, timings, parity[parity["step"] == step.name]) for step in _steps(op)]
+
+
+def _line(step: Step, timings: pd.DataFrame, parity: pd.DataFrame) -> Line:
+    timed = timings.loc[step.name] if step.name in timings.index else None
+    ok = timed is not None and timed["status"] == "ok"
+    return Line(
+        step=step,
+        ms=float(timed["median_us"]) / 1e3 if ok else float("nan"),
+        share=float(timed["share"]) if ok else float("nan"),
+        rel_l2=float(parity["rel_l2"].max()) if len(parity) else float("nan"),
+        bound=float(parity["bound"].min()) if len(parity) else float("nan"),
+        passed=bool(parity["passed"].all()) if len(parity) else False,
+        stale=bool(timed["stale"]) if timed is not None else False,
+        failure="" if timed is None or ok else str(timed["error"]),
+    )
+
+
+def steps_table(op: str, gpu: str) -> pd.DataFrame:
+    """The table of an op's steps as text cells: step, change, ms, share of the limit, error, verdict."""
+    return pd.DataFrame([_cells(line) for line in lines(op, gpu)])
+
+
+def _cells(line: Line) -> dict[str, str]:
+    mark = " (stale)" if line.stale else ""
+    time = f"{number(line.ms)}{mark}" if line.ms == line.ms else "failed" if line.failure else NOT_RECORDED
+    error = f"{line.rel_l2:.1e}" + ("" if line.passed else ", above its bound") if line.rel_l2 == line.rel_l2 else ""
+    return {
+        "step": line.step.name,
+        "change": first_sentence(line.step.change),
+        "ms": time,
+        "share of the limit": f"{number(100 * line.share, 2)} %" if line.share == line.share else "",
+        "error": error or NOT_RECORDED,
+        "verdict": first_sentence(line.step.verdict),
+    }
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence; the rest stands in the step's source."""
+    return re.split(r"(?<=[^.\d]\.)\s+(?=[A-Z0-9])", text.strip(), maxsplit=1)[0]
+
+
+# --- charts ---
+
+
+def figures(gpu: str) -> Iterator[tuple[str, Figure]]:
+    """Name and chart of everything that can be drawn from the recorded rows of a GPU, in a fixed order."""
+    timings = results.table("timings", gpu)
+    timings = results.with_rates(timings[timings["status"] == "ok"], gpu)
+    for op in sorted(timings["op"].unique()):
+        workload = main_workload(op)
+        ladder = recorded(op, gpu, workload.name)
+        ladder = ladder[(ladder["status"] == "ok") & ladder["limit_us"].notna()]
+        if len(ladder):
+            title = f"{op}: {workload.note or workload.shape}"
+            yield f"ladder-{op}", plots.ladder(ladder, published(op, workload.name), gpu=device(gpu), title=title)
+        sizes = _by_length(timings[(timings["op"] == op) & (timings["cache"] == "cold")])
+        for heads, rows in sizes.groupby("geometry", sort=True):
+            if rows["n"].nunique() > 1:
+                chart = plots.scaling(rows, "n", xlabel="sequence length N (tokens)", title=f"{op}: {heads}")
+                yield f"scaling-{op}-{str(heads).replace(' ', '-')}", chart
+    yield from _roofline(gpu, timings)
+    yield from _errors(gpu)
+
+
+def _by_length(timings: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose queries are the whole sequence, with its length ``n`` and the ``geometry`` of the rest."""
+    found = []
+    for row in timings.to_dict("records"):
+        if row["op"] not in shapes.ATTENTION_OPS:
+            continue
+        shape = shapes.parse_shape(row["op"], row["shape"])
+        if shape.q_len == shape.kv_len:
+            rest = re.sub(r"\b(q|kv)\d+h", r"\1h", row["shape"])
+            found.append(row | {"step": row["step"].rpartition("/")[2], "n": shape.kv_len, "geometry": rest})
+    return pd.DataFrame(found, columns=[*timings.columns, "n", "geometry"])
+
+
+def _roofline(gpu: str, timings: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    ceilings = _ceilings(gpu)
+    cold = timings[timings["cache"] == "cold"]
+    if ceilings is None or cold.empty:
+        return
+    peaks = {"BF16 matmul": ceilings.bf16_tflops, "FP8 matmul": ceilings.fp8_tflops}
+    best = cold.loc[cold.groupby(["op", "workload", "shape"])["median_us"].idxmin()]
+    measured = {name: peak for name, peak in peaks.items() if peak}
+    if ceilings.read_gbps and measured:
+        title = f"{device(gpu)}: measured ceilings, and the fastest step of each workload"
+        yield (
+            "roofline",
+            plots.roofline(best, read_gbps=ceilings.read_gbps, peaks=measured, gpu=device(gpu), title=title),
+        )
+
+
+def _errors(gpu: str) -> Iterator[tuple[str, Figure]]:
+    parity = results.table("parity", gpu)
+    for op, rows in parity.groupby("op", sort=True):
+        named = rows.assign(step=[name.rpartition("/")[2] for name in rows["step"]]).sort_values("step", kind="stable")
+        yield f"errors-{op}", plots.errors(named, title=f"{op}: every recorded comparison")
+
+
+def _ceilings(gpu: str) -> results.RunRow | None:
+    """The latest run of a GPU that measured its ceilings."""
+    runs = [row for row in results.read(paths.RESULTS / gpu, "runs") if row.read_gbps and row.bf16_tflops]
+    return max(runs, key=lambda row: row.utc, default=None)
+
+
+def device(gpu: str) -> str:
+    """The GPU's name for a chart: what its runs report, without the vendor."""
+    run = _ceilings(gpu)
+    return run.gpu.removeprefix("NVIDIA ").strip() if run and run.gpu else gpu.upper()
+
+
+def draw(gpu: str, folder: Path | None = None) -> list[Path]:
+    """Writes every chart of a GPU's rows as SVG and PNG into ``results/<gpu>/figures/``; returns the files."""
+    target = folder or paths.RESULTS / gpu / "figures"
+    return [file for name, figure in figures(gpu) for file in plots.save(figure, target / name)]
+
+
+# --- the README ---
+
+
+def _part_ladder(gpu: str) -> str:
+    chart = f"results/{gpu}/figures/ladder-prefill.svg"
+    if not (paths.ROOT / chart).exists():
+        return f"No run on `{gpu}` is recorded yet; `make reproduce` on such a GPU writes one.\n"
+    name = f"Prefill on one {device(gpu)}: milliseconds and share of the limit for every step, published figures beside"
+    return f"![{name}]({chart})\n"
+
+
+def _part_steps(gpu: str) -> str:
+    return "\n".join(filter(None, (_steps_of_readme(op, gpu) for op in steps.ops())))
+
+
+def _steps_of_readme(op: str, gpu: str) -> str:
+    if not _steps(op) or op not in {workload.op for workload in shapes.workloads()}:
+        return ""
+    table = []
+    for line in lines(op, gpu):
+        source = line.step.path.relative_to(paths.ROOT).as_posix()
+        cells = _cells(line) | {"step": f"[{line.step.name}]({source})"}
+        notebook = notebook_of(line.step)
+        table.append(cells | {"notebook": f"[{notebook.stem}]({_notebook_link(notebook, gpu)})" if notebook else ""})
+    workload = main_workload(op)
+    what = f"`{op}`, {workload.note or workload.shape} ({workload.shape})"
+    return f"{what}:\n\n{results.export(pd.DataFrame(table), 'md')}"
+
+
+def _notebook_link(notebook: Path, gpu: str) -> str:
+    executed = paths.RESULTS / gpu / "notebooks" / notebook.name
+    return (executed if executed.exists() else notebook).relative_to(paths.ROOT).as_posix()
+
+
+@functools.cache
+def _notebook_texts() -> dict[Path, str]:
+    found = {}
+    for file in sorted(paths.NOTEBOOKS.glob("*.ipynb")):
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        found[file] = "\n".join("".join(cell["source"]) for cell in cells)
+    return found
+
+
+def notebook_of(step: Step) -> Path | None:
+    """The notebook that speaks most of a step, by its id or name; None where none does."""
+    counts = {file: len(re.findall(rf"\b{step.name}\b", text)) for file, text in _notebook_texts().items()}
+    best = max(counts, key=lambda file: counts[file], default=None)
+    return best if best and counts[best] else None
+
+
+def _part_machine(gpu: str) -> str:
+    run = _ceilings(gpu)
+    if run is None:
+        return f"No run on `{gpu}` is recorded yet.\n"
+    fp8 = f", FP8 matmul {number(run.fp8_tflops)} TFLOP/s" if run.fp8_tflops else ""
+    return (
+        f"Measured on one {run.gpu} on {run.utc[:10]} (driver {run.driver}, CUDA {run.cuda}, torch {run.torch}). "
+        f"Ceilings of the same run: read {number(run.read_gbps or 0)} GB/s, BF16 matmul {number(run.bf16_tflops or 0)} "
+        f"TFLOP/s{fp8}.\n"
+    )
+
+
+def _part_targets(gpu: str) -> str:
+    text = MAKEFILE.read_text(encoding="utf-8")
+    rows = re.findall(r"^([a-z]+):.*?## (.+)$", text, re.MULTILINE)
+    return "```\n" + "".join(f"make {name:10} {what}\n" for name, what in rows) + "```\n"
+
+
+PARTS: dict[str, Callable[[str], str]] = {
+    "ladder": _part_ladder,
+    "machine": _part_machine,
+    "steps": _part_steps,
+    "targets": _part_targets,
+}
+
+
+def readme(text: str, gpu: str) -> str:
+    """The README's text with every generated part made anew. ValueError for a part that is unknown, missing or open."""
+    opened = re.findall(r"<!-- generated: (\w+) -->", text)
+    closed = re.findall(r"<!-- end: (\w+) -->", text)
+    if opened != closed or sorted(opened) != sorted(PARTS):
+        raise ValueError(
+            f"README: each of {', '.join(PARTS)} must be opened and ended once; opened: {opened}, {closed}"
+        )
+    return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]](gpu).strip()}\n\n{part[3]}", text)
+
+
+# --- the command ---
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``python -m mila_kernels report``."""
+    tables = ", ".join(("steps", *results.TABLES))
+    parser.add_argument("table", nargs="?", default="steps", help=f"which table to print: {tables} (default: steps)")
+    parser.add_argument("--op", default=None, help="only rows of one operation, such as prefill")
+    parser.add_argument("--gpu", default="h200", help="whose results: a folder of results/ (default: h200)")
+    parser.add_argument("--format", choices=("md", "csv", "latex"), default="md", help="default: md")
+    parser.add_argument("--figures", action="store_true", help="draw the charts into results/<gpu>/figures/")
+    parser.add_argument("--readme", action="store_true", help="make the generated parts of README.md anew")
+    parser.add_argument("--check", action="store_true", help="with --readme: only say whether they are current")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints a table, or draws, or writes the README's parts. 0: done; 1: README.md is not current; 2: wrong use."""
+    if args.check and not args.readme:
+        print("report: --check goes with --readme", file=sys.stderr)
+        return 2
+    if args.figures:
+        files = draw(args.gpu)
+        print(f"{len(files)} files in results/{args.gpu}/figures" if files else f"no rows of {args.gpu} to draw")
+    if args.readme:
+        return _readme(args.gpu, args.check)
+    if not args.figures:
+        print(render(args.table, args.gpu, args.op, args.format), end="")
+    return 0
+
+
+def render(table: str, gpu: str, op: str | None = None, format: str = "md") -> str:
+    """A recorded table, or ``steps``, as Markdown, CSV or LaTeX. ValueError for an unknown table, op or format."""
+    if table == "steps":
+        wanted = [op] if op else steps.ops()
+        frame = pd.concat([steps_table(name, gpu).assign(op=name) for name in wanted if steps.steps(name)])
+        return results.export(frame[["op", *(name for name in frame.columns if name != "op")]], format)
+    frame = results.table(table, None if table == "static" else gpu)
+    return results.export(frame[frame["op"] == op] if op and "op" in frame.columns else frame, format)
+
+
+def _readme(gpu: str, check: bool) -> int:
+    old = README.read_text(encoding="utf-8")
+    new = readme(old, gpu)
+    if check and new != old:
+        print("README.md: generated parts are not current; `make figures` writes them", file=sys.stderr)
+        return 1
+    if not check and new != old:
+        README.write_text(new, encoding="utf-8")
+    print("README.md is current")
+    return 0
+
+
+def _command() -> int:
+    parser = argparse.ArgumentParser(prog="python -m mila_kernels.report", description=__doc__)
+    add_arguments(parser)
+    return main(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(_command())
