@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import ast
 import base64
-import csv
 import html
-import io
 import json
 import os
 import re
@@ -28,14 +26,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
-from .notebook import RUN_FOLDER_VARIABLE, RUN_ID_VARIABLE, close_open_case, new_run_id
+from . import results
+from .notebook import close_open_case
 from .paths import NOTEBOOKS, RESULTS, ROOT
+from .results import NotebookRow
 
 ALLOWED = {"device": ("auto", "cuda", "emulation"), "preset": ("quick", "full")}
 IMAGE_TYPES = ("image/svg+xml", "image/png")
@@ -47,26 +47,12 @@ class ParameterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one notebook ended. ``status`` is ok, failed or not run; ``rows`` counts the table rows it left, by table."""
-
-    run_id: str
-    notebook: str
-    status: str
-    seconds: float
-    cells_run: int
-    cells: int
-    rows: str
-    error: str
-
-
-@dataclass(frozen=True)
 class Report:
     """A finished batch: where it lies, and how each notebook ended."""
 
     run_id: str
     folder: Path
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[NotebookRow, ...]
     interrupted: bool = False
 
     @property
@@ -194,29 +180,30 @@ def reproduce(
     chosen = find(only, notebooks)
     taken = {path: check_parameters(path, given or {}) for path in chosen}
     run_id, folder = _new_run(out)
-    outcomes: list[Outcome] = []
+    outcomes: list[NotebookRow] = []
     interrupted = False
     say(f"run {run_id}: {len(chosen)} notebook{'s' if len(chosen) != 1 else ''} -> {folder}")
-    with _kernel_of_this_interpreter(), _environment(run_id, folder):
+    with results.RunWriter(folder, run_id), _kernel_of_this_interpreter(), _environment(run_id, folder):
         for number, path in enumerate(chosen, 1):
             if interrupted:
+                cells = _code_cells(path)
                 outcomes.append(
-                    Outcome(run_id, path.stem, "not run", 0.0, 0, _code_cells(path), "", "interrupted before")
+                    _outcome(run_id, path, "not run", seconds=0, cells_run=0, cells=cells, error="interrupted before")
                 )
                 continue
             say(f"[{number}/{len(chosen)}] {path.stem} ...")
             outcome = _run_one(path, run_id, folder, taken[path], timeout, progress)
             interrupted = outcome.error == "interrupted"
             outcomes.append(outcome)
-            say(f"[{number}/{len(chosen)}] {path.stem}: {outcome.status}, {outcome.seconds:.1f} s{_reason(outcome)}")
-            _write_outcomes(folder, outcomes)
-    _write_outcomes(folder, outcomes)
+            say(f"[{number}/{len(chosen)}] {_ending(outcome)}")
+            results.write(folder, "notebooks", outcomes)
+    results.write(folder, "notebooks", outcomes)
     (folder / "index.html").write_text(index(run_id, folder, outcomes, chosen), encoding="utf-8")
     return Report(run_id, folder, tuple(outcomes), interrupted)
 
 
 def _new_run(out: Path | None) -> tuple[str, Path]:
-    run_id = new_run_id()
+    run_id = results.new_run_id()
     folder = (out if out is not None else RESULTS / "local" / run_id).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is not a folder")
@@ -231,7 +218,7 @@ def _new_run(out: Path | None) -> tuple[str, Path]:
 
 def _run_one(
     path: Path, run_id: str, folder: Path, given: dict[str, Any], timeout: int | None, progress: bool
-) -> Outcome:
+) -> NotebookRow:
     import papermill
 
     target = folder / "notebooks" / path.name
@@ -257,10 +244,11 @@ def _run_one(
     seconds = time.monotonic() - begun
     cells_run, cells, problem = _judge(target, error)
     if problem:
-        close_open_case(folder, problem)
+        close_open_case(folder, run_id, problem)
     _export_html(target)
     rows = "; ".join(f"{table} {count}" for table, count in _new_rows(before, _row_counts(folder)).items())
-    return Outcome(run_id, path.stem, "failed" if problem else "ok", round(seconds, 2), cells_run, cells, rows, problem)
+    status = "failed" if problem else "ok"
+    return _outcome(run_id, path, status, seconds=seconds, cells_run=cells_run, cells=cells, rows=rows, error=problem)
 
 
 def _judge(target: Path, error: str) -> tuple[int, int, str]:
@@ -277,7 +265,7 @@ def _judge(target: Path, error: str) -> tuple[int, int, str]:
     complete = len(begun) == len(code) and all(cell.execution_count is not None for cell in code)
     if not error and failed:
         output = next(output for output in failed[-1].outputs if output.output_type == "error")
-        error = f"{output.ename}: {output.evalue}"
+        error = results.clean(f"{output.ename}: {output.evalue}")
     if not error and not complete:
         error = f"stopped after {len(begun)} of {len(code)} code cells"
     if not error:
@@ -298,15 +286,21 @@ def _judge(target: Path, error: str) -> tuple[int, int, str]:
     return len(finished), len(code), error
 
 
+def _outcome(run_id: str, path: Path, status: str, *, seconds: float, error: str, **counts: Any) -> NotebookRow:
+    return NotebookRow(
+        run_id=run_id, notebook=path.stem, status=status, seconds=round(seconds, 2), error=error, **counts
+    )
+
+
 def _one_line(error: BaseException) -> str:
     ename, evalue = getattr(error, "ename", ""), getattr(error, "evalue", "")
     text = f"{ename}: {evalue}" if ename else f"{type(error).__name__}: {error}"
-    lines = [line.strip() for line in _ANSI.sub("", text).splitlines() if line.strip()]
-    return " ".join(lines)[:500]
+    return results.clean(_ANSI.sub("", text))
 
 
-def _reason(outcome: Outcome) -> str:
-    return f" ({outcome.error})" if outcome.error else ""
+def _ending(outcome: NotebookRow) -> str:
+    text = f"{outcome.notebook}: {outcome.status}, {outcome.seconds or 0:.1f} s"
+    return f"{text} ({outcome.error})" if outcome.error else text
 
 
 def _code_cells(path: Path) -> int:
@@ -343,7 +337,7 @@ def _kernel_of_this_interpreter() -> Iterator[None]:
 def _environment(run_id: str, folder: Path) -> Iterator[None]:
     """What the kernels inherit: the run's folder, and this package first on the path."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with _variables(PYTHONPATH=path, **{RUN_FOLDER_VARIABLE: str(folder), RUN_ID_VARIABLE: run_id}):
+    with _variables(PYTHONPATH=path, **{results.RUN_FOLDER_VARIABLE: str(folder), results.RUN_ID_VARIABLE: run_id}):
         yield
 
 
@@ -364,21 +358,11 @@ def _variables(**values: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- what comes out
 
 
-def _write_outcomes(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Outcome)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(outcome) for outcome in outcomes)
-    part = folder / ".notebooks.csv.part"
-    part.write_text(text.getvalue(), encoding="utf-8")
-    os.replace(part, folder / "notebooks.csv")
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[NotebookRow]) -> str:
     """The outcomes as a table for a terminal."""
     head = ("notebook", "status", "seconds", "cells", "rows written", "error")
     body = [
-        (o.notebook, o.status, f"{o.seconds:.1f}", f"{o.cells_run}/{o.cells}", o.rows or "-", o.error[:100] or "-")
+        (o.notebook, o.status, f"{o.seconds or 0:.1f}", f"{o.cells_run}/{o.cells}", o.rows or "-", o.error[:100] or "-")
         for o in outcomes
     ]
     widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
@@ -431,7 +415,7 @@ section { margin: 2.5rem 0; } img { max-width: 100%; background: #fff; }
 """
 
 
-def index(run_id: str, folder: Path, outcomes: Sequence[Outcome], sources: Sequence[Path]) -> str:
+def index(run_id: str, folder: Path, outcomes: Sequence[NotebookRow], sources: Sequence[Path]) -> str:
     """The run on one page: provenance, how each notebook ended, and its charts; links are relative to ``folder``."""
     parts = [f"<h1>mila_kernels, run {html.escape(run_id)}</h1>", _provenance(folder), _outcome_table(outcomes)]
     for outcome, source in zip(outcomes, sources, strict=True):
@@ -448,28 +432,24 @@ def index(run_id: str, folder: Path, outcomes: Sequence[Outcome], sources: Seque
     return f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _links(folder: Path, outcome: Outcome) -> str:
+def _links(folder: Path, outcome: NotebookRow) -> str:
     names = [f"notebooks/{outcome.notebook}.{kind}" for kind in ("html", "ipynb")]
     return " · ".join(
         f"<a href='{html.escape(name)}'>{html.escape(name)}</a>" for name in names if (folder / name).exists()
     )
 
 
-def _outcome_table(outcomes: Sequence[Outcome]) -> str:
+def _outcome_table(outcomes: Sequence[NotebookRow]) -> str:
     head = "<tr><th>notebook<th>status<th>seconds<th>cells run<th>rows written</tr>"
     rows = [
         f"<tr><td><a href='#{html.escape(o.notebook)}'>{html.escape(o.notebook)}</a><td class='{o.status}'>{o.status}"
-        f"<td>{o.seconds:.1f}<td>{o.cells_run} of {o.cells}<td>{html.escape(o.rows) or '–'}</tr>"
+        f"<td>{o.seconds or 0:.1f}<td>{o.cells_run} of {o.cells}<td>{html.escape(o.rows) or '–'}</tr>"
         for o in outcomes
     ]
     return f"<table>{head}{''.join(rows)}</table>"
 
 
 def _provenance(folder: Path) -> str:
-    path = folder / "runs.csv"
-    if not path.exists():
-        return "<p>No notebook opened the tables of this run.</p>"
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    pairs = [(key, value) for key, value in (rows[-1] if rows else {}).items() if value]
-    return "<p>" + ", ".join(f"{html.escape(key)} {html.escape(value)}" for key, value in pairs) + "</p>"
+    row = asdict(results.read(folder, "runs")[-1])
+    pairs = [f"{key} {value}" for key, value in row.items() if value not in (None, "")]
+    return f"<p>{html.escape(', '.join(pairs))}</p>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import os
 import subprocess
 import sys
@@ -16,10 +17,15 @@ from mila_kernels import reproduce as batch
 from mila_kernels.paths import NOTEBOOKS, ROOT
 
 PARAMETERS = 'device = "auto"\npreset = "quick"\nseq = 128\nscale: float = 1.0\nfast = False'
-ROW = """import os, pathlib
-rows = pathlib.Path(os.environ["MILA_RUN_FOLDER"]) / "rows.csv"
-with rows.open("a") as file:
-    file.write(("" if rows.stat().st_size else "run_id,value\\n") + os.environ["MILA_RUN_ID"] + f",{seq}\\n")"""
+ROW = """from mila_kernels.results import ParityRow, RunWriter
+with RunWriter() as run:
+    run.add(ParityRow(op="prefill", step="01_scalar", backend="emulation", shape="any", seed=seq,
+                      rel_l2=0.0, max_abs=0.0, nonfinite=0, bound=1.0, passed=True))"""
+TIMED = """from mila_kernels.notebook import open_case
+from mila_kernels.results import RunWriter, TimingRow
+case = TimingRow(op="prefill", step="01_scalar", shape="any", dtype="bf16", cache="cold", status="failed", error="?")
+with RunWriter() as run, open_case(run, case):
+    import os; os._exit(137)"""
 CHART = """import base64
 from IPython.display import Image
 Image(data=base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNkYAAAAAYAAjCB0C8AAAAASUVORK5CYII="))"""
@@ -34,8 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return there
 
 
-@pytest.fixture
-def write(folder: Path) -> Write:
+def writer(folder: Path) -> Write:
     def make(name: str, *cells: str, tag: str | None = "parameters", first: str = PARAMETERS) -> Path:
         head = nbformat.v4.new_code_cell(first, metadata={"tags": [tag] if tag else []})
         body = [nbformat.v4.new_code_cell(cell) for cell in cells]
@@ -45,6 +50,11 @@ def write(folder: Path) -> Write:
         return path
 
     return make
+
+
+@pytest.fixture
+def write(folder: Path) -> Write:
+    return writer(folder)
 
 
 def run(folder: Path, out: Path, **options: object) -> batch.Report:
@@ -145,9 +155,10 @@ def test_parameters_reach_the_notebook_and_all_is_left_in_a_new_folder(
     out = tmp_path / "a" / "new folder"
     report = run(folder, out, given={"seq": "77"})
     assert report.ok
-    assert rows(out / "rows.csv") == [{"run_id": report.run_id, "value": "77"}]
+    written = rows(out / "parity.csv")
+    assert [(row["run_id"], row["seed"]) for row in written] == [(report.run_id, "77")]
     outcome = rows(out / "notebooks.csv")[0]
-    assert (outcome["status"], outcome["rows"], outcome["error"]) == ("ok", "rows 1", "")
+    assert (outcome["status"], outcome["rows"], outcome["error"]) == ("ok", "parity 1", "")
     assert outcome["cells_run"] == outcome["cells"]
     page = (out / "index.html").read_text()
     assert "notebooks/01_first.html" in page and "What does 01_first show?" in page
@@ -167,29 +178,53 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_middle_notebook_fails_and_the_others_finish(folder: Path, write: Write, tmp_path: Path, fault: str) -> None:
-    source, error = FAULTS[fault]
-    write("01_first", ROW)
-    write("02_middle", ROW, source, "after = 1")
-    write("03_third", ROW)
-    out = tmp_path / "out"
-    report = run(folder, out)
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, batch.Report, dict[str, dict[str, str]]]:
+    """One batch: a notebook that works, one for each fault, and one that works."""
+    folder = tmp_path_factory.mktemp("faulty")
+    write = writer(folder)
+    write("00_first", ROW)
+    for number, (source, _) in enumerate(FAULTS.values(), 1):
+        write(f"{number:02}_fault", ROW, source, "after = 1")
+    write("99_last", ROW)
+    report = run(folder, folder / "out")
+    return folder / "out", report, {row["notebook"]: row for row in rows(folder / "out" / "notebooks.csv")}
+
+
+def test_the_others_finish(faulty: tuple[Path, batch.Report, dict[str, dict[str, str]]]) -> None:
+    out, report, outcomes = faulty
     assert not report.ok
-    assert [outcome["status"] for outcome in rows(out / "notebooks.csv")] == ["ok", "failed", "ok"]
-    assert [row["run_id"] for row in rows(out / "rows.csv")] == [report.run_id] * 3, "the finished row is kept"
-    middle = rows(out / "notebooks.csv")[1]
-    assert middle["rows"] == "rows 1"
-    assert error in middle["error"]
-    assert (middle["cells_run"], middle["cells"]) == ("2", "4")
-    executed = nbformat.read(out / "notebooks" / "02_middle.ipynb", as_version=4)
+    assert [row["status"] for row in outcomes.values()] == ["ok", *["failed"] * len(FAULTS), "ok"]
+    written = rows(out / "parity.csv")
+    assert [row["run_id"] for row in written] == [report.run_id] * (len(FAULTS) + 2), "finished rows are kept"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_failure_is_called_a_failure(faulty: tuple[Path, batch.Report, dict[str, dict[str, str]]], fault: str) -> None:
+    out, _, outcomes = faulty
+    source, error = FAULTS[fault]
+    name = f"{list(FAULTS).index(fault) + 1:02}_fault"
+    assert error in outcomes[name]["error"]
+    assert outcomes[name]["rows"] == "parity 1"
+    assert (outcomes[name]["cells_run"], outcomes[name]["cells"]) == ("2", "4")
+    executed = nbformat.read(out / "notebooks" / f"{name}.ipynb", as_version=4)
     assert executed.metadata["mila_kernels"]["status"] == "failed"
     assert "failed" in executed.cells[0].source
     status = {cell.source: cell.metadata.get("papermill", {}).get("status") for cell in executed.cells}
     assert status[source] == "failed"
     assert status["after = 1"] == "pending", "a cell that never ran is not called completed"
     page = (out / "index.html").read_text()
-    assert error in page and "notebooks/02_middle.html" in page
+    assert html.escape(error) in page and f"notebooks/{name}.html" in page
+
+
+def test_case_that_kills_its_kernel_leaves_a_failed_row(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", TIMED)
+    out = tmp_path / "out"
+    report = run(folder, out)
+    assert not report.ok
+    (row,) = rows(out / "timings.csv")
+    assert (row["run_id"], row["status"], row["median_us"]) == (report.run_id, "failed", "")
+    assert "DeadKernelError" in row["error"]
 
 
 def test_cell_that_takes_too_long_fails(folder: Path, write: Write, tmp_path: Path) -> None:
@@ -203,10 +238,10 @@ def test_folder_of_an_earlier_run_is_refused(folder: Path, write: Write, tmp_pat
     write("01_first", ROW)
     out = tmp_path / "out"
     run(folder, out)
-    before = (out / "rows.csv").read_bytes()
+    before = (out / "parity.csv").read_bytes()
     with pytest.raises(ValueError, match="already holds a run"):
         run(folder, out)
-    assert (out / "rows.csv").read_bytes() == before
+    assert (out / "parity.csv").read_bytes() == before
 
 
 def test_kernel_is_this_interpreter_whatever_is_installed(

@@ -1,0 +1,387 @@
+"""The command line: ``python -m mila_kernels COMMAND``; exit code 0 all well, 1 a check or case failed, 2 wrong use."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import reproduce, static
+from .paths import RESULTS
+
+if TYPE_CHECKING:
+    from .shapes import Workload
+    from .steps import Step
+
+OK, FAILED, WRONG_USE = 0, 1, 2
+T = TypeVar("T")
+
+# Small enough for a minute of emulation, and no length a multiple of a tile: the edges are where kernels break.
+CHECK_SHAPES = {
+    "prefill": (
+        "b1 q40h4 kv97h1 d512 causal bf16",
+        "b2 q33h4 kv33h2 d128 causal fp16",
+        "b1 q17h2 kv70h2 d256 w32 causal bf16",
+        "b1 q5h2 kv45h1 d64 full bf16",
+        "b1 q20h2 kv3h1 d128 causal bf16",
+    ),
+}
+
+EXAMPLES = """\
+examples:
+  python -m mila_kernels list                               what steps there are
+  python -m mila_kernels check prefill/02                   is this step right, here and now?
+  python -m mila_kernels check prefill --check-mode         every prefill step, looking for races and bad reads
+  python -m mila_kernels bench prefill --workload prefill/d512-16x1-n8192
+  python -m mila_kernels reproduce --only 01,02             run notebooks in batch, with or without a GPU
+  python -m mila_kernels record RUN_ID --as h200            keep a run as the figures of record
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; argparse itself exits with 2 on wrong use."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return WRONG_USE
+    try:
+        return int(args.run(args))
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"mila_kernels {args.command}: {error}", file=sys.stderr)
+        return WRONG_USE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at exit
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"mila_kernels {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mila_kernels",
+        description="GPU kernels one optimisation step at a time: list, prove, time and reproduce them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    _list_command(commands)
+    _check_command(commands)
+    _bench_command(commands)
+    _static_command(commands)
+    _profile_command(commands)
+    _reproduce_command(commands)
+    _record_command(commands)
+    _report_command(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, more: str = "") -> Any:
+    parser = commands.add_parser(
+        name,
+        help=about,
+        description=textwrap.fill(about[0].upper() + about[1:] + ".", 100),
+        epilog=more or None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    choices = reproduce.ALLOWED["device"]
+    parser.add_argument("--device", choices=choices, default="auto", help="auto: the GPU if there is one (default)")
+
+
+# ---------------------------------------------------------------------------------------------- list
+
+
+def _list_command(commands: Any) -> None:
+    parser = _command(commands, "list", _list, "list the steps: what each changed and how it ended")
+    parser.add_argument("op", nargs="?", help="only this operation, e.g. prefill")
+
+
+def _list(args: argparse.Namespace) -> int:
+    from . import steps
+
+    for step in steps.steps(args.op):
+        print(step.id)
+        notes = {"change": step.change, "verdict": step.verdict, "runs on": " ".join(step.architectures)}
+        for word, text in notes.items():
+            print(textwrap.fill(text, 100, initial_indent=f"  {word:8} ", subsequent_indent=" " * 11))
+    return OK
+
+
+# ---------------------------------------------------------------------------------------------- check
+
+
+def _check_command(commands: Any) -> None:
+    more = """\
+examples:
+  check prefill/01                                          every default shape, one seed
+  check prefill --seeds 3                                   all steps of an op, three seeds
+  check prefill/02 --shape "b1 q64h2 kv256h1 d512 causal bf16" --check-mode
+"""
+    about = "compare steps with the float64 truth, on plain and on poisoned, guarded memory"
+    parser = _command(commands, "check", _check, about, more)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="steps or operations (default: all)")
+    parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
+    parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape, as in the last example")
+    _add_device(parser)
+    parser.add_argument("--check-mode", action="store_true", help="emulation that reports races and bad accesses")
+    parser.add_argument(
+        "--seeds", type=_positive, default=1, metavar="N", help="seeds to run, from --seed on (default 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="first seed (default 0)")
+    parser.add_argument("--save", action="store_true", help="keep the rows, in a new run under results/local/")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from . import build, parity, results
+
+    device = build.resolve_device(args.device)
+    if args.check_mode and device.type != "cpu":
+        raise ValueError("--check-mode is a mode of emulation; add --device emulation")
+    cases = [(step, shape) for step in _steps(args.steps) for shape in _check_workloads(step, args)]
+    seeds = range(args.seed, args.seed + args.seeds)
+    failures = 0
+    with results.RunWriter() if args.save else nullcontext() as run:
+        for (step, workload), seed in _progress([(case, seed) for case in cases for seed in seeds]):
+            failures += _check_one(parity, build, step, workload, seed, args, run)
+    total = len(cases) * len(seeds)
+    print(f"{total - failures} of {total} cases passed" + (f", {failures} FAILED" if failures else ""))
+    return FAILED if failures else OK
+
+
+def _check_one(
+    parity: Any, build: Any, step: Step, workload: Workload, seed: int, args: argparse.Namespace, run: Any
+) -> bool:
+    """Check one case and print its lines; True when it failed."""
+    name = f"{step.id}  {workload.name or workload.shape}  seed {seed}"
+    begun = time.monotonic()
+    try:
+        if args.check_mode:
+            with build.emulation(check=True, seed=seed, threads=None, architecture=None):
+                rows = parity.check(step, workload, seed, args.device, run)
+        else:
+            rows = parity.check(step, workload, seed, args.device, run)
+    except Exception as error:
+        print(f"FAILED  {name}: {type(error).__name__}: {error}")
+        return True
+    seconds = time.monotonic() - begun
+    for row in rows:
+        verdict = "ok    " if row.passed else "FAILED"
+        print(f"{verdict}  {name}  rel_l2 {row.rel_l2:.2e} (bound {row.bound:.2e})  {row.backend}, {seconds:.1f} s")
+    return not all(row.passed for row in rows)
+
+
+def _check_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
+    from . import shapes
+
+    chosen = [shapes.workload(name) for name in args.workload] + [shapes.parse_shape(step.op, t) for t in args.shape]
+    if chosen:
+        return chosen
+    if step.op not in CHECK_SHAPES:
+        raise ValueError(f"{step.op} has no default shapes; name one with --shape or --workload")
+    everything = [shapes.parse_shape(step.op, text) for text in CHECK_SHAPES[step.op]]
+    return [w for w in everything if w.head_dim in step.head_dims and w.dtype in step.dtypes]
+
+
+# ---------------------------------------------------------------------------------------------- bench
+
+
+def _bench_command(commands: Any) -> None:
+    more = """\
+examples:
+  bench prefill/02 --workload prefill/published-instance    one step on one workload
+  bench prefill                                             every step of an op on its first workload
+  bench prefill --all --cache hot                           on all of them, L2 left warm
+"""
+    about = "time steps on a GPU and write rows to a new run; times on other machines are in results/"
+    parser = _command(commands, "bench", _bench, about, more)
+    parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
+    parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
+    parser.add_argument("--all", action="store_true", help="every named workload of each operation")
+    parser.add_argument("--cache", choices=("cold", "hot"), default="cold", help="L2 before each launch (default cold)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs (default 0)")
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from . import bench, build, results
+
+    if build.resolve_device("auto").type != "cuda":
+        print("bench: no GPU here, and times of emulation are not performance. Recorded times: report", file=sys.stderr)
+        return WRONG_USE
+    cases = [(step, workload) for step in _steps(args.steps) for workload in _bench_workloads(step, args)]
+    failures = 0
+    with results.RunWriter() as run:
+        for step, workload in _progress(cases):
+            row = bench.bench(step, workload, cache=args.cache, seed=args.seed, run=run)
+            failures += row.status != "ok"
+            figure = (
+                f"{row.median_us:.1f} us ({row.p10_us:.1f} to {row.p90_us:.1f})" if row.status == "ok" else row.error
+            )
+            print(f"{row.status:6}  {step.id}  {workload.name or workload.shape}  {row.cache}  {figure}")
+    return FAILED if failures else OK
+
+
+def _bench_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
+    from . import shapes
+
+    if args.workload:
+        return [w for w in map(shapes.workload, args.workload) if w.op == step.op]
+    named = shapes.workloads(step.op)
+    return named if args.all else named[:1]
+
+
+# ---------------------------------------------------------------------------------------------- static, profile
+
+
+def _static_command(commands: Any) -> None:
+    about = "registers, shared memory, spills and instruction counts of every step (nvcc, no GPU needed)"
+    static.add_arguments(_command(commands, "static", static.main, about))
+
+
+def _profile_command(commands: Any) -> None:
+    about = "hardware counters of a step by ncu: occupancy, stalls, DRAM, L2 and shared throughput, instructions"
+    parser = _command(commands, "profile", _profile, about)
+    parser.add_argument("step", metavar="STEP")
+    parser.add_argument(
+        "--workload", action="append", default=[], metavar="NAME", help="default: the op's first workload"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs (default 0)")
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from . import counters, results, shapes, steps
+
+    step = steps.step(args.step)
+    of_step = {"op": step.op, "step": step.name, "source_sha": step.source_sha}
+    workloads = [shapes.workload(name) for name in args.workload] or shapes.workloads(step.op)[:1]
+    try:
+        counters.find_ncu()
+        with results.RunWriter() as run:
+            for workload in _progress(workloads):
+                found = counters.profile(step, workload, args.seed)
+                for counter in found:
+                    run.add(results.CounterRow(workload=workload.name, **of_step, **asdict(counter)))
+                    print(f"{counters.label(counter.metric):32} {counter.value:14,.4g} {counter.unit}")
+    except counters.ProfileError as error:
+        print(f"profile: {error}", file=sys.stderr)
+        return FAILED
+    return OK
+
+
+# ---------------------------------------------------------------------------------------------- reproduce
+
+
+def _reproduce_command(commands: Any) -> None:
+    more = """\
+examples:
+  reproduce                              all notebooks, quick, into results/local/<run id>
+  reproduce --only 01,02 --preset full
+  reproduce -p seed=7 --out ~/my-run     any parameter that the notebooks declare
+Exit code 0: every notebook ran to its end; 1: one failed (the others still ran); 2: wrong use, and nothing was run.
+"""
+    about = "run the notebooks in batch and leave tables, charts and executed notebooks in one folder"
+    parser = _command(commands, "reproduce", _reproduce, about, more)
+    parser.add_argument("--only", default="", metavar="01,02", help="numbers or names of notebooks (default: all)")
+    for name, what in (("preset", "how much to run"), ("device", "where to run")):
+        parser.add_argument(f"--{name}", choices=reproduce.ALLOWED[name], help=f"{what} (default: the notebook's)")
+    parser.add_argument("--gpu", metavar="NAME", help="whose recorded figures to show (default: the notebook's)")
+    parser.add_argument(
+        "-p", "--parameter", action="append", default=[], metavar="KEY=VALUE", help="any other parameter"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, made if missing")
+    parser.add_argument("--notebooks", type=Path, default=reproduce.NOTEBOOKS, metavar="DIR", help="where they are")
+    parser.add_argument("--timeout", type=_positive, metavar="SECONDS", help="longest time of one cell (default: none)")
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    given: dict[str, str] = {}
+    for pair in args.parameter:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ValueError(f"-p {pair}: write KEY=VALUE")
+        given[key] = value
+    given |= {name: value for name in ("preset", "device", "gpu") if (value := getattr(args, name)) is not None}
+    report = reproduce.reproduce(
+        [name.strip() for name in args.only.split(",") if name.strip()],
+        given=given,
+        out=args.out,
+        notebooks=args.notebooks,
+        timeout=args.timeout,
+        say=lambda line: print(line, flush=True),
+        progress=sys.stderr.isatty(),
+    )
+    print(f"\n{report}\n\n{report.folder / 'index.html'}")
+    if report.interrupted:
+        return 130
+    return OK if report.ok else FAILED
+
+
+# ---------------------------------------------------------------------------------------------- record, report
+
+
+def _record_command(commands: Any) -> None:
+    about = "merge a run of this machine, tables, notebooks and figures, into the tracked results/<gpu>/"
+    parser = _command(commands, "record", _record, about)
+    parser.add_argument("run_id", metavar="RUN_ID", help="a folder of results/local/, or the path of a run's folder")
+    parser.add_argument("--as", dest="gpu", required=True, metavar="GPU", help="e.g. h200; two of them: h200-x2")
+
+
+def _record(args: argparse.Namespace) -> int:
+    from . import results
+
+    gained = results.record(args.run_id, as_=args.gpu)
+    print(f"{RESULTS / args.gpu}: " + ", ".join(f"{count} new in {name}" for name, count in gained.items()))
+    return OK
+
+
+def _report_command(commands: Any) -> None:
+    from . import report
+
+    about = "the recorded results as a table, or into the README"
+    report.add_arguments(_command(commands, "report", report.main, about))
+
+
+# ---------------------------------------------------------------------------------------------- shared
+
+
+def _steps(names: Sequence[str]) -> list[Step]:
+    """Steps by name, all steps of an op by its name, all steps by none; each once, in the order asked for."""
+    from . import steps
+
+    if not names:
+        return steps.steps()
+    found = [one for name in names for one in (steps.steps(name) if name in steps.ops() else [steps.step(name)])]
+    return list(dict.fromkeys(found))
+
+
+def _progress(cases: Sequence[T]) -> Iterable[T]:
+    """The cases, with a bar on a terminal; elsewhere the lines that each case prints are the progress."""
+    if not sys.stderr.isatty() or len(cases) < 2:
+        return cases
+    from tqdm import tqdm
+
+    return tqdm(cases, unit="case", leave=False)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

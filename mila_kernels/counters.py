@@ -1,0 +1,177 @@
+"""Hardware counters of a step, by NVIDIA's ``ncu`` where it exists: occupancy, stalls, throughput, instructions."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .paths import ROOT
+from .shapes import Workload, parse_shape
+from .steps import Step, step
+
+SECTIONS = (
+    "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
+    "InstructionStats", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats",
+)  # fmt: skip
+
+# ncu's own names are kept in the table, so that a row can be looked up in its manual; these are their words here.
+# Whole sections are collected and these rows picked, because a name that a GPU lacks would stop ncu.
+LABELS = {
+    "gpu__time_duration.sum": "duration",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy achieved",
+    "sm__maximum_warps_per_active_cycle_pct": "occupancy possible",
+    "launch__registers_per_thread": "registers a thread",
+    "launch__shared_mem_per_block_dynamic": "dynamic shared memory a block",
+    "launch__block_size": "threads a block",
+    "launch__grid_size": "blocks",
+    "launch__waves_per_multiprocessor": "waves",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "SM throughput",
+    "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed": "memory throughput",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": "DRAM throughput",
+    "dram__bytes.sum.per_second": "DRAM rate",
+    "dram__bytes_read.sum": "DRAM bytes read",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2 throughput",
+    "lts__t_sector_hit_rate.pct": "L2 hit rate",
+    "l1tex__throughput.avg.pct_of_peak_sustained_active": "L1 throughput",
+    "l1tex__t_sector_hit_rate.pct": "L1 hit rate",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "shared memory wavefronts",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed": "shared memory throughput",
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": "shared memory bank conflicts",
+    "sm__inst_executed.avg.per_cycle_active": "instructions a clock",
+    "smsp__inst_executed.sum": "warp instructions",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue slots used",
+    "smsp__issue_active.avg.per_cycle_active": "issues a clock and scheduler",
+    "smsp__warps_eligible.avg.per_cycle_active": "eligible warps",
+    "sm__inst_executed_pipe_lsu.avg.pct_of_peak_sustained_active": "load/store pipe",
+    "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": "FMA pipe",
+    "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": "ALU pipe",
+    "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": "XU pipe",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "tensor pipe",
+}
+_STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
+_ADDITIVE = re.compile(r"\.sum$")
+
+
+class ProfileError(RuntimeError):
+    """ncu is missing, or may not read the counters, or saw no kernel; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Counter:
+    """One counter of one workload: ncu's name, the value, and its unit in base units (ns, byte, %)."""
+
+    metric: str
+    value: float
+    unit: str
+
+
+def label(metric: str) -> str:
+    """A counter's name in words: ``stall: long scoreboard`` for a stall reason (warps stalled per issue)."""
+    stall = _STALL.fullmatch(metric)
+    return f"stall: {stall[1].replace('_', ' ')}" if stall else LABELS.get(metric, metric)
+
+
+def find_ncu() -> Path:
+    """Where ncu is. Raises ProfileError when it is nowhere."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = [found for home in homes if home and (found := shutil.which("ncu", path=str(Path(home) / "bin")))]
+    place = shutil.which("ncu") or (places[0] if places else None)
+    if place is None:
+        raise ProfileError(
+            "ncu (NVIDIA Nsight Compute) is not here: it is in neither PATH nor CUDA_HOME/bin. It comes with the CUDA "
+            "toolkit (package nsight-compute). Counters recorded elsewhere are in results/<gpu>/counters.csv."
+        )
+    return Path(place)
+
+
+def profile(chosen: Step, workload: Workload, seed: int = 0) -> list[Counter]:
+    """Counters of a step on a workload, clocks left as they are, caches flushed before each pass by ncu.
+
+    Several launches (``workload.parts()``) give one figure: the mean of sums and sizes, the mean weighted by duration
+    of everything else. Raises ProfileError.
+    """
+    ncu = find_ncu()
+    with tempfile.TemporaryDirectory(prefix="mila_kernels_") as folder:
+        log = Path(folder) / "ncu.csv"
+        line = [str(ncu), "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
+        line += ["--profile-from-start", "off", "--target-processes", "all", "--log-file", str(log)]
+        line += [word for section in SECTIONS for word in ("--section", section)]
+        shapes = [part.shape for part in workload.parts()]
+        line += [sys.executable, "-m", "mila_kernels.counters", chosen.id, str(seed), *shapes]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(line, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    if "ERR_NVGPUCTRPERM" in text + done.stderr:
+        raise ProfileError(
+            "this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the nvidia module with "
+            "NVreg_RestrictProfilingToAdminUsers=0"
+        )
+    launches = parse(text)
+    if done.returncode or not launches:
+        tail = " ".join(line for line in (text + done.stderr + done.stdout).splitlines()[-6:])
+        raise ProfileError(f"ncu ended with {done.returncode} and {len(launches)} launches: {tail}")
+    return combine(launches)
+
+
+def parse(text: str) -> list[dict[str, Counter]]:
+    """ncu's raw CSV page: for each launch, the counters of LABELS and the stall reasons that it holds."""
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return []
+    names, units, *rows = csv.reader(line for line in lines[start:] if line.startswith('"'))
+    wanted = [i for i, name in enumerate(names) if name in LABELS or _STALL.fullmatch(name)]
+    return [
+        {names[i]: Counter(names[i], _number(row[i]), units[i]) for i in wanted if i < len(row) and row[i].strip()}
+        for row in rows
+        if len(row) == len(names)
+    ]
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def combine(launches: Sequence[dict[str, Counter]]) -> list[Counter]:
+    """One counter a metric over several launches; metrics that a launch lacks are left out."""
+    durations = [launch["gpu__time_duration.sum"].value for launch in launches if "gpu__time_duration.sum" in launch]
+    weights = durations if len(durations) == len(launches) and sum(durations) else [1.0] * len(launches)
+    combined = []
+    for metric, first in launches[0].items():
+        if not all(metric in launch for launch in launches):
+            continue
+        alike = _ADDITIVE.search(metric) or metric.startswith("launch__")
+        scale = [1.0] * len(launches) if alike else weights
+        total = sum(launch[metric].value * weight for launch, weight in zip(launches, scale, strict=True))
+        combined.append(Counter(metric, total / sum(scale), first.unit))
+    return combined
+
+
+def main(arguments: Sequence[str]) -> None:
+    """What runs under ncu: one launch of the step for each shape, after one that warms it up outside the counters."""
+    import torch
+
+    from .ops import OPS
+
+    chosen, seed = step(arguments[0]), int(arguments[1])
+    op = OPS[chosen.op]
+    for text in arguments[2:]:
+        inputs = op.make_inputs(parse_shape(chosen.op, text), seed, torch.device("cuda"))
+        op.run(step=chosen, **inputs)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        op.run(step=chosen, **inputs)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,172 @@
+"""The command line, as a user calls it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mila_kernels import __main__ as cli
+from mila_kernels import counters
+from mila_kernels.paths import ROOT
+
+SHAPE = "b1 q9h2 kv21h1 d64 causal bf16"
+
+
+def commands() -> list[str]:
+    actions = cli.build_parser()._actions
+    chosen = next(action for action in actions if isinstance(action, argparse._SubParsersAction))
+    return list(chosen.choices)
+
+
+def test_commands_are_those_documented() -> None:
+    assert commands() == ["list", "check", "bench", "static", "profile", "reproduce", "record", "report"]
+
+
+@pytest.mark.parametrize("name", ["list", "check", "bench", "static", "profile", "reproduce", "record", "report"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert len(capsys.readouterr().out) > 150
+
+
+def test_no_command_prints_help_and_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_runs_from_any_folder_as_a_module(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "mila_kernels", "list", "prefill"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "prefill/01_scalar"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_step_is_wrong_use_and_names_close_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "prefill/02_smem_tile"]) == 2
+    assert "prefill/02_smem_tiles" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "prefill/01", "--shape", "512 x 512"],
+        ["check", "prefill/01", "--workload", "prefill/d512"],
+        ["bench", "prefill/99"],
+        ["list", "refill"],
+        ["reproduce", "--only", "77"],
+        ["reproduce", "-p", "seed"],
+        ["record", "no-such-run", "--as", "h200"],
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith((f"mila_kernels {arguments[0]}: ", "bench: no GPU"))
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["check", "--seeds", "0"], ["check", "--device", "gpu"], ["nothing"]])
+def test_argparse_refuses_with_exit_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_check_passes_and_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "prefill/01", "--shape", SHAPE, "--device", "emulation", "--seeds", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "prefill/01_scalar" in out and "seed 1" in out and "emulation" in out
+    assert "2 of 2 cases passed" in out
+
+
+def test_check_mode_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", "prefill/02", "--shape", SHAPE, "--device", "emulation", "--check-mode"]
+    assert cli.main(arguments) == 0, capsys.readouterr().out
+
+
+def test_check_fails_with_exit_code_1_when_the_error_is_above_its_bound(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from mila_kernels import ops
+
+    strict = replace(ops.OPS["prefill"], bound=lambda workload: 1e-9)
+    monkeypatch.setitem(ops.OPS, "prefill", strict)
+    assert cli.main(["check", "prefill/01", "--shape", SHAPE, "--device", "emulation"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "0 of 1 cases passed, 1 FAILED" in out
+
+
+@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU, so bench measures")
+def test_bench_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "prefill"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_profile_without_ncu_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("PATH", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    if counters.shutil.which("ncu", path="/usr/local/cuda/bin"):
+        pytest.skip("ncu is installed at its default place")
+    assert cli.main(["profile", "prefill/01"]) == 1
+    error = capsys.readouterr().err
+    assert "ncu" in error and "Nsight Compute" in error
+
+
+# ---------------------------------------------------------------------------------------------- counters
+
+STALL = "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+COLUMNS = {
+    "gpu__time_duration.sum": ("ns", ["1,000", "3,000"]),
+    "dram__bytes_read.sum": ("byte", ["10", "30"]),
+    "lts__t_sector_hit_rate.pct": ("%", ["80.5", "90.5"]),
+    "launch__grid_size": ("", ["128", "256"]),
+    STALL: ("inst", ["4", "8"]),
+    "sm__cycles_active.avg": ("cycle", ["7", "7"]),
+}
+
+
+def raw_page(launches: int = 2) -> str:
+    """A raw page as ``ncu --csv --page raw --log-file`` writes it."""
+    fixed = ["ID", "Kernel Name", "Device"]
+    text = ["==PROF== Connected to process 42", '==PROF== Profiling "prefill_scalar": 0%....100% - 9 passes']
+    rows = [fixed + list(COLUMNS), ["", "", ""] + [unit for unit, _ in COLUMNS.values()]]
+    rows += [
+        [str(i), "void k<int>(A, B)", "GPU"] + [values[i] for _, values in COLUMNS.values()] for i in range(launches)
+    ]
+    text += [",".join(f'"{cell}"' for cell in row) for row in rows]
+    return "\n".join([*text, "==PROF== Disconnected from process 42"])
+
+
+def test_counters_are_read_from_ncu_and_combined_over_launches() -> None:
+    assert list(csv.reader([raw_page().splitlines()[2]]))[0][3] == "gpu__time_duration.sum"
+    launches = counters.parse(raw_page())
+    assert [len(launch) for launch in launches] == [5, 5], "metrics without a label are left out"
+    found = {counter.metric: counter for counter in counters.combine(launches)}
+    assert found["gpu__time_duration.sum"] == counters.Counter("gpu__time_duration.sum", 2000.0, "ns")
+    assert found["dram__bytes_read.sum"].value == 20.0
+    assert found["launch__grid_size"].value == 192.0
+    assert found["lts__t_sector_hit_rate.pct"].value == pytest.approx((80.5 * 1 + 90.5 * 3) / 4)
+    assert found[STALL].value == 7.0
+
+
+def test_counters_of_output_without_a_table() -> None:
+    assert counters.parse("==ERROR== ERR_NVGPUCTRPERM") == []
+
+
+def test_counters_have_words() -> None:
+    assert counters.label(STALL) == "stall: long scoreboard"
+    assert counters.label("lts__t_sector_hit_rate.pct") == "L2 hit rate"
+    assert counters.label("unheard.of") == "unheard.of"
