@@ -46,7 +46,7 @@ logger = logging.getLogger("mila_kernels")
 
 Backend = Literal["cuda", "emulation"]
 
-CUDA_FLAGS = ("-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v")
+CUDA_FLAGS = ("-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr")
 _HOST_FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fvisibility-inlines-hidden", "-Wno-unknown-pragmas")
 FAST_FLAGS = (*_HOST_FLAGS, "-O2", "-g1")
 CHECK_FLAGS = (*_HOST_FLAGS, "-O1", "-g", "-fsanitize=thread", "-fsanitize=bounds-strict")
@@ -613,16 +613,23 @@ def cxx_path() -> Path:
 
 
 def nvcc_path() -> Path:
-    """nvcc of torch's CUDA_HOME, else of PATH. BuildError where there is none."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidates = [Path(home) / "bin" / "nvcc"] if home else []
-    candidates += [Path(p) for p in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc") if p]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    """nvcc of ``$CUDA_HOME``, else of PATH, else of /usr/local/cuda; one that has libcudart.so beside it comes first.
+
+    BuildError where there is none.
+    """
+    chosen = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    in_path = shutil.which("nvcc")
+    homes = [Path(chosen)] if chosen else []
+    if in_path:
+        homes += [Path(in_path).parent.parent, Path(in_path).resolve().parent.parent]
+    homes = [home for home in [*homes, Path("/usr/local/cuda"), Path("/opt/cuda")] if (home / "bin/nvcc").is_file()]
+    whole = [home for home in homes if any(list((home / lib).glob("libcudart.so*")) for lib in ("lib64", "lib"))]
+    if homes:
+        return (whole or homes)[0] / "bin" / "nvcc"
     raise BuildError(
-        "nvcc is not in PATH, CUDA_HOME or /usr/local/cuda and is needed to build kernels for CUDA: install the CUDA "
-        f"toolkit {torch.version.cuda or ''} (conda install cuda-nvcc, or developer.nvidia.com/cuda-downloads)"
+        "nvcc is neither in CUDA_HOME nor in PATH nor in /usr/local/cuda, and is needed to build kernels for CUDA: "
+        f"install the CUDA toolkit {torch.version.cuda or ''} (conda install -c nvidia cuda-toolkit, or "
+        "developer.nvidia.com/cuda-downloads), or set CUDA_HOME"
     )
 
 
@@ -718,6 +725,7 @@ class _Recipe:
             *(f"{c}\0{compiler_version(c)}" for c in compilers),
             torch.__version__,
             str(torch.version.cuda),
+            str(paths.ROOT) if self.language == "cuda" else "",  # the line table names it
             sysconfig.get_config_var("SOABI") or sys.version,
             platform.machine(),
             self.links.name if self.links else "",
@@ -810,7 +818,7 @@ def _compile(recipe: _Recipe, staging: Path, stem: str) -> Path:
     top = staging / "files"
     for path in recipe.files:
         target = top / _staged_name(path)
-        _ensure(target.parent).joinpath(target.name).write_text(_staged_text(path), encoding="utf-8")
+        _ensure(target.parent).joinpath(target.name).write_text(_staged_text(path, recipe), encoding="utf-8")
     folder = (top / _staged_name(recipe.source)).parent
     include = os.path.relpath(top / _staged_name(paths.CSRC), folder)
     flags = [*recipe.flags, f"-I{include}"]
@@ -824,7 +832,7 @@ def _compile(recipe: _Recipe, staging: Path, stem: str) -> Path:
         gnu = "clang" not in compiler_version(recipe.compiler)
         flags += ["-fno-gnu-unique"] if gnu else []
         flags.append(f"-fdebug-prefix-map={folder}=.")
-    source = _staged_text(recipe.source)
+    source = _staged_text(recipe.source, recipe)
     sources: dict[str, Any] = (
         {"cpp_sources": "", "cuda_sources": source, "extra_cuda_cflags": flags}
         if recipe.language == "cuda"
@@ -849,9 +857,13 @@ def _compile(recipe: _Recipe, staging: Path, stem: str) -> Path:
     return Path(str(built))
 
 
-def _staged_text(path: Path) -> str:
-    """The source with its name in reports set, so that no build folder shows there."""
-    name = _shown_name(path).replace("\\", "\\\\").replace('"', '\\"')
+def _staged_text(path: Path, recipe: _Recipe) -> str:
+    """The source with its name in line tables and reports set, so that no build folder shows there.
+
+    Profilers open the file, so CUDA gets its absolute path; the emulation's reports are for reading.
+    """
+    shown = path.as_posix() if recipe.language == "cuda" else _shown_name(path)
+    name = shown.replace("\\", "\\\\").replace('"', '\\"')
     return f'#line 1 "{name}"\n{path.read_text(encoding="utf-8")}'
 
 
@@ -903,8 +915,7 @@ def _torch_environment(recipe: _Recipe, staging: Path, folder: Path) -> Iterator
     settings: dict[str, Any] = {"TORCH_LIB_PATH": _linked(staging, "torch_lib", cpp_extension.TORCH_LIB_PATH)}
     if recipe.language == "cuda":
         variables["CC"] = str(host)  # torch passes it to nvcc as -ccbin
-        home = str(recipe.compiler.resolve().parent.parent)
-        settings["CUDA_HOME"] = _linked(staging, "cuda_home", cpp_extension.CUDA_HOME or home)
+        settings["CUDA_HOME"] = _linked(staging, "cuda_home", str(recipe.compiler.parent.parent))
     before = {name: os.environ.get(name) for name in variables}
     previous = {name: getattr(cpp_extension, name) for name in settings}
     try:
