@@ -790,6 +790,280 @@ uint8_t round_e2m1(float x) {
   return static_cast<uint8_t>(sign | code);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Addresses.
+
+namespace {
+
+// The offset in the block's shared memory of what an instruction was given as a 32-bit shared address.
+uint32_t shared_offset(Thread& t, uint32_t address, unsigned bytes, unsigned alignment, const char* what,
+                       const Place& place) {
+  Worker& w = *t.worker;
+  const size_t size = w.launch->shared_bytes;
+  const uint32_t offset = address - SHARED_BASE;
+  if (offset < size && size - offset >= bytes && offset % alignment == 0) return offset;
+  std::string text(what);
+  append(text, " by %s with shared address 0x%x: ", who(t).c_str(), address);
+  const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(w.window));
+  if (offset < size && size - offset >= bytes)
+    append(text, "misaligned, must be a multiple of %u", alignment);
+  else if (address - low < WINDOW_BYTES)
+    text += "a generic address, cut to 32 bits, where a shared one must be (smem_u32 makes one)";
+  else
+    append(text, "out of bounds: %u bytes from offset %lld of the block's %zu", bytes,
+           static_cast<long long>(address) - SHARED_BASE, size);
+  report(text + ", " + where(place));
+}
+
+bool in_window(const Worker& w, const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(w.window) < WINDOW_BYTES;
+}
+
+bool in_stacks(const Worker& w, const void* pointer) {
+  for (auto [low, high] : w.stack_regions)
+    if (pointer >= low && pointer < high) return true;
+  return false;
+}
+
+// What instructions on global memory ask for in either mode.
+void require_global(Thread& t, const void* pointer, unsigned alignment, const char* what, const Place& place) {
+  Worker& w = *t.worker;
+  const char* wrong = in_window(w, pointer) ? "shared memory" : in_stacks(w, pointer) ? "local memory" : nullptr;
+  if (wrong) report(std::string(what) + " by " + who(t) + " on " + wrong + ", which is not global, " + where(place));
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment) {
+    std::string text(what);
+    append(text, " by %s: misaligned address %p, must be a multiple of %u, ", who(t).c_str(), pointer, alignment);
+    report(text + where(place));
+  }
+}
+
+}  // namespace
+
+uint32_t shared_address(const void* pointer, Site site) {
+  Thread& t = *current;
+  const auto offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(t.worker->window);
+  // One past the end is an address too, of nothing.
+  if (offset > t.worker->launch->shared_bytes) {
+    std::string text;
+    append(text, "the shared address of %p was asked for by %s, which is not in the block's shared memory, ", pointer,
+           who(t).c_str());
+    report(text + where(PLACE));
+  }
+  return SHARED_BASE + static_cast<uint32_t>(offset);
+}
+
+void* shared_pointer(uint32_t address, unsigned bytes, Site site) {
+  Thread& t = *current;
+  return t.worker->window + shared_offset(t, address, bytes, bytes, "a shared access", PLACE);
+}
+
+void global_access(const void* pointer, unsigned bytes, bool write, Site site) {
+  require_global(*current, pointer, bytes, write ? "a global store" : "a global load", PLACE);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Instructions.
+
+namespace {
+
+using Float8 = float __attribute__((vector_size(32)));
+
+#if defined(__x86_64__)
+#define EMU_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define EMU_CLONES
+#endif
+
+// d[16][8] += a[16][k] b[k][8]: k ascending, a rounded sum after each product (which is exact, tiny ones aside).
+EMU_CLONES void multiply(Float8* d, const float (*a)[32], const Float8* b, int depth) {
+  for (int row = 0; row < 16; row += 4) {
+    Float8 d0 = d[row], d1 = d[row + 1], d2 = d[row + 2], d3 = d[row + 3];
+    for (int k = 0; k < depth; ++k) {
+      d0 += a[row][k] * b[k];
+      d1 += a[row + 1][k] * b[k];
+      d2 += a[row + 2][k] * b[k];
+      d3 += a[row + 3][k] * b[k];
+    }
+    d[row] = d0, d[row + 1] = d1, d[row + 2] = d2, d[row + 3] = d3;
+  }
+}
+
+struct MmaOperand {
+  float* d;
+  const uint32_t *a, *b;
+};
+
+void unpack(Mma shape, uint32_t word, float* out) {
+  switch (shape) {
+    case Mma::bf16_16816:
+      out[0] = bfloat_value(static_cast<uint16_t>(word));
+      out[1] = bfloat_value(static_cast<uint16_t>(word >> 16));
+      break;
+    case Mma::f16_16816:
+      out[0] = half_value(static_cast<uint16_t>(word));
+      out[1] = half_value(static_cast<uint16_t>(word >> 16));
+      break;
+    case Mma::e4m3_16832:
+      for (int i = 0; i < 4; ++i) out[i] = e4m3_value(static_cast<uint8_t>(word >> 8 * i));
+  }
+}
+
+void multiply_warp(Mma shape, void* const* operands) {
+  const uint32_t packed = shape == Mma::e4m3_16832 ? 4 : 2, depth = 8 * packed;
+  alignas(32) float a[16][32];
+  alignas(32) float b[32][8];
+  alignas(32) float d[16][8];
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const MmaOperand& o = *static_cast<const MmaOperand*>(operands[lane]);
+    const uint32_t g = lane / 4, t = lane % 4;
+    for (uint32_t i = 0; i < 4; ++i) unpack(shape, o.a[i], &a[g + 8 * (i & 1)][packed * (t + 4 * (i >> 1))]);
+    for (uint32_t i = 0; i < 2; ++i) {
+      float column[4];
+      unpack(shape, o.b[i], column);
+      for (uint32_t j = 0; j < packed; ++j) b[packed * (t + 4 * i) + j][g] = column[j];
+    }
+    for (uint32_t i = 0; i < 4; ++i) d[g + 8 * (i >> 1)][2 * t + (i & 1)] = o.d[i];
+  }
+  multiply(reinterpret_cast<Float8*>(d), a, reinterpret_cast<const Float8*>(b), static_cast<int>(depth));
+  for (uint32_t lane = 0; lane < 32; ++lane) {
+    const MmaOperand& o = *static_cast<const MmaOperand*>(operands[lane]);
+    const uint32_t g = lane / 4, t = lane % 4;
+    for (uint32_t i = 0; i < 4; ++i) o.d[i] = d[g + 8 * (i >> 1)][2 * t + (i & 1)];
+  }
+}
+
+}  // namespace
+
+void mma(Mma shape, float* d, const uint32_t* a, const uint32_t* b, Site site) {
+  MmaOperand mine{d, a, b};
+  meet(Kind::mma, 0xffffffffu, static_cast<uint32_t>(shape), PLACE, &mine,
+       [shape](Pending& p) { multiply_warp(shape, p.operands); });
+}
+
+void ldmatrix(int count, bool transposed, uint32_t* d, uint32_t row, Site site) {
+  struct Operand {
+    uint32_t* d;
+    uint32_t row;
+  } mine{d, row};
+  const Place place = PLACE;
+  meet(Kind::ldmatrix, 0xffffffffu, static_cast<uint32_t>(count * 2 + transposed), place, &mine, [&](Pending& p) {
+    Worker& w = *current->worker;
+    Thread* lanes = &w.threads[current->warp->index * 32];
+    const char* rows[32];
+    for (int i = 0; i < 8 * count; ++i)
+      rows[i] = w.window + shared_offset(lanes[i], static_cast<Operand*>(p.operands[i])->row, 16, 16, "ldmatrix", place);
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < count; ++i) {
+        const int r = lane / 4, c = 2 * (lane % 4);
+        uint16_t pair[2];
+        const char* first = transposed ? rows[8 * i + c] + 2 * r : rows[8 * i + r] + 2 * c;
+        const char* second = transposed ? rows[8 * i + c + 1] + 2 * r : first + 2;
+        memcpy(&pair[0], first, 2);
+        memcpy(&pair[1], second, 2);
+        static_cast<Operand*>(p.operands[lane])->d[i] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+      }
+  });
+}
+
+void cp_async(uint32_t destination, const void* source, unsigned bytes, unsigned source_bytes, Site site) {
+  Thread& t = *current;
+  const Place place = PLACE;
+  const uint32_t offset = shared_offset(t, destination, bytes, bytes, "cp.async", place);
+  if (source_bytes > bytes) {
+    std::string text;
+    append(text, "cp.async by %s: %u source bytes, more than the %u it copies, ", who(t).c_str(), source_bytes, bytes);
+    report(text + where(place));
+  }
+  if (source_bytes) require_global(t, source, bytes, "cp.async", place);
+  t.copies.push_back({source, offset, static_cast<uint16_t>(bytes), static_cast<uint16_t>(source_bytes), place});
+}
+
+void cp_async_commit() {
+  Thread& t = *current;
+  t.groups.push_back(t.copies.size());
+}
+
+void cp_async_wait(unsigned in_flight) {
+  Thread& t = *current;
+  if (t.groups.size() - t.groups_done <= in_flight) return;
+  t.groups_done = t.groups.size() - in_flight;
+  finish_copies(t, t.groups[t.groups_done - 1]);
+  if (t.groups_done == t.groups.size() && t.copies_done == t.copies.size()) {
+    t.groups.clear();
+    t.copies.clear();
+    t.groups_done = t.copies_done = 0;
+  }
+}
+
+void cp_async_wait_all() {
+  Thread& t = *current;
+  finish_copies(t, t.copies.size());
+  t.copies.clear();
+  t.groups.clear();
+  t.groups_done = t.copies_done = 0;
+}
+
+namespace {
+
+template <typename T, typename F>
+T update(void* address, F f) {
+  T* p = static_cast<T*>(address);
+  T before = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(p, &before, f(before), true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return before;
+}
+
+uint32_t add_pair(uint32_t a, uint32_t b, uint16_t (*round)(float), float (*value)(uint16_t)) {
+  auto add = [&](unsigned shift) {
+    const double sum = double(value(static_cast<uint16_t>(a >> shift))) + double(value(static_cast<uint16_t>(b >> shift)));
+    return static_cast<uint32_t>(round(round_odd(sum))) << shift;
+  };
+  return add(0) | add(16);
+}
+
+}  // namespace
+
+uint64_t atomic(Atomic op, void* address, uint64_t value, uint64_t compare) {
+  Thread& t = *current;
+  const bool wide = op == Atomic::add_u64 || op == Atomic::max_u64 || op == Atomic::exchange_u64 ||
+                    op == Atomic::compare_exchange_u64;
+  const unsigned bytes = wide ? 8 : 4;
+  const Place place{{nullptr, 0}, reinterpret_cast<uintptr_t>(__builtin_return_address(0))};
+  if (reinterpret_cast<uintptr_t>(address) % bytes) {
+    std::string text;
+    append(text, "an atomic by %s: misaligned address %p, must be a multiple of %u, ", who(t).c_str(), address, bytes);
+    report(text + where(place));
+  }
+  const auto x = static_cast<uint32_t>(value);
+  const auto s = static_cast<int32_t>(x);
+  auto word = [&](auto f) { return update<uint32_t>(address, f); };
+  switch (op) {
+    case Atomic::add_u32: return word([=](uint32_t b) { return b + x; });
+    case Atomic::add_f32: return word([=](uint32_t b) { return bit_cast<uint32_t>(bit_cast<float>(b) + bit_cast<float>(x)); });
+    case Atomic::add_f16x2: return word([=](uint32_t b) { return add_pair(b, x, round_half, half_value); });
+    case Atomic::add_bf16x2: return word([=](uint32_t b) { return add_pair(b, x, round_bfloat, bfloat_value); });
+    case Atomic::min_s32: return word([=](uint32_t b) { return static_cast<uint32_t>(std::min(static_cast<int32_t>(b), s)); });
+    case Atomic::max_s32: return word([=](uint32_t b) { return static_cast<uint32_t>(std::max(static_cast<int32_t>(b), s)); });
+    case Atomic::min_u32: return word([=](uint32_t b) { return std::min(b, x); });
+    case Atomic::max_u32: return word([=](uint32_t b) { return std::max(b, x); });
+    case Atomic::bit_and: return word([=](uint32_t b) { return b & x; });
+    case Atomic::bit_or: return word([=](uint32_t b) { return b | x; });
+    case Atomic::bit_xor: return word([=](uint32_t b) { return b ^ x; });
+    case Atomic::inc_u32: return word([=](uint32_t b) { return b >= x ? 0 : b + 1; });
+    case Atomic::dec_u32: return word([=](uint32_t b) { return b == 0 || b > x ? x : b - 1; });
+    case Atomic::exchange: return word([=](uint32_t) { return x; });
+    case Atomic::compare_exchange:
+      return word([=](uint32_t b) { return b == static_cast<uint32_t>(compare) ? x : b; });
+    case Atomic::add_u64: return update<uint64_t>(address, [=](uint64_t b) { return b + value; });
+    case Atomic::max_u64: return update<uint64_t>(address, [=](uint64_t b) { return std::max(b, value); });
+    case Atomic::exchange_u64: return update<uint64_t>(address, [=](uint64_t) { return value; });
+    case Atomic::compare_exchange_u64:
+      return update<uint64_t>(address, [=](uint64_t b) { return b == compare ? value : b; });
+  }
+  __builtin_unreachable();
+}
+
 void yield() {
   if (current) wait_turn(*current);
 }
