@@ -9,14 +9,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import reproduce, static
-from .paths import RESULTS
+from .paths import NOTEBOOKS, RESULTS
 
 if TYPE_CHECKING:
+    from .counters import Counter
+    from .results import CounterRow, RunWriter
     from .shapes import Workload
     from .steps import Step
 
@@ -45,15 +46,26 @@ examples:
 """
 
 
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: one line about it, its options, what it does, and examples or exit codes below the options."""
+
+    about: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    more: str = ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on wrong use."""
-    parser = build_parser()
-    args = parser.parse_args(arguments)
-    if not hasattr(args, "run"):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser(words[0] if words else "")
+    args = parser.parse_args(words)
+    if args.command is None:
         parser.print_help()
         return WRONG_USE
     try:
-        return int(args.run(args))
+        return COMMANDS[args.command].run(args)
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"mila_kernels {args.command}: {error}", file=sys.stderr)
         return WRONG_USE
@@ -65,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(wanted: str = "") -> argparse.ArgumentParser:
+    """The parser; only the command ``wanted`` gets its options, so that no other's modules are imported."""
     parser = argparse.ArgumentParser(
         prog="python -m mila_kernels",
         description="GPU kernels one optimisation step at a time: list, prove, time and reproduce them.",
@@ -74,39 +86,30 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    _list_command(commands)
-    _check_command(commands)
-    _bench_command(commands)
-    _static_command(commands)
-    _profile_command(commands)
-    _reproduce_command(commands)
-    _record_command(commands)
-    _report_command(commands)
-    return parser
-
-
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, more: str = "") -> Any:
-    parser = commands.add_parser(
-        name,
-        help=about,
-        description=textwrap.fill(about[0].upper() + about[1:] + ".", 100),
-        epilog=more or None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+    for name, command in COMMANDS.items():
+        described = commands.add_parser(
+            name,
+            help=command.about,
+            description=textwrap.fill(command.about[0].upper() + command.about[1:] + ".", 100),
+            epilog=command.more or None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == wanted:
+            command.add_arguments(described)
     return parser
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    choices = reproduce.ALLOWED["device"]
+    from .reproduce import ALLOWED
+
+    choices = ALLOWED["device"]
     parser.add_argument("--device", choices=choices, default="auto", help="auto: the GPU if there is one (default)")
 
 
 # ---------------------------------------------------------------------------------------------- list
 
 
-def _list_command(commands: Any) -> None:
-    parser = _command(commands, "list", _list, "list the steps: what each changed and how it ended")
+def _list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="only this operation, e.g. prefill")
 
 
@@ -124,15 +127,7 @@ def _list(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------------- check
 
 
-def _check_command(commands: Any) -> None:
-    more = """\
-examples:
-  check prefill/01                                          every default shape, one seed
-  check prefill --seeds 3                                   all steps of an op, three seeds
-  check prefill/02 --shape "b1 q64h2 kv256h1 d512 causal bf16" --check-mode
-"""
-    about = "compare steps with the float64 truth, on plain and on poisoned, guarded memory"
-    parser = _command(commands, "check", _check, about, more)
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP", help="steps or operations (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
     parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape, as in the last example")
@@ -146,41 +141,38 @@ examples:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from . import build, parity, results
+    from . import build, results
 
-    device = build.resolve_device(args.device)
-    if args.check_mode and device.type != "cpu":
+    if args.check_mode and build.resolve_device(args.device).type != "cpu":
         raise ValueError("--check-mode is a mode of emulation; add --device emulation")
-    cases = [(step, shape) for step in _steps(args.steps) for shape in _check_workloads(step, args)]
     seeds = range(args.seed, args.seed + args.seeds)
-    failures = 0
+    cases = [(step, w, seed) for step in _steps(args.steps) for w in _check_workloads(step, args) for seed in seeds]
     with results.RunWriter() if args.save else nullcontext() as run:
-        for (step, workload), seed in _progress([(case, seed) for case in cases for seed in seeds]):
-            failures += _check_one(parity, build, step, workload, seed, args, run)
-    total = len(cases) * len(seeds)
-    print(f"{total - failures} of {total} cases passed" + (f", {failures} FAILED" if failures else ""))
+        failures = sum(_check_one(step, workload, seed, args, run) for step, workload, seed in _progress(cases))
+    print(f"{len(cases) - failures} of {len(cases)} cases passed" + (f", {failures} FAILED" if failures else ""))
     return FAILED if failures else OK
 
 
-def _check_one(
-    parity: Any, build: Any, step: Step, workload: Workload, seed: int, args: argparse.Namespace, run: Any
-) -> bool:
+def _check_one(step: Step, workload: Workload, seed: int, args: argparse.Namespace, run: RunWriter | None) -> bool:
     """Check one case and print its lines; True when it failed."""
-    name = f"{step.id}  {workload.name or workload.shape}  seed {seed}"
+    from . import build, parity
+
     begun = time.monotonic()
     try:
-        if args.check_mode:
-            with build.emulation(check=True, seed=seed, threads=None, architecture=None):
-                rows = parity.check(step, workload, seed, args.device, run)
-        else:
+        # The seed also shuffles the emulated warps; None leaves the mode to MILA_EMULATION_CHECK.
+        with build.emulation(check=args.check_mode or None, seed=seed):
             rows = parity.check(step, workload, seed, args.device, run)
-    except Exception as error:
-        print(f"FAILED  {name}: {type(error).__name__}: {error}")
+    except Exception as error:  # one broken case must not hide the others
+        print(f"FAILED  {step.id}  {workload.name or workload.shape}  seed {seed}: {type(error).__name__}: {error}")
         return True
-    seconds = time.monotonic() - begun
+    took = f", {time.monotonic() - begun:.1f} s"
     for row in rows:
         verdict = "ok    " if row.passed else "FAILED"
-        print(f"{verdict}  {name}  rel_l2 {row.rel_l2:.2e} (bound {row.bound:.2e})  {row.backend}, {seconds:.1f} s")
+        figures = f"rel_l2 {row.rel_l2:.2e} (bound {row.bound:.2e})"
+        if row.nonfinite:
+            figures += f", {row.nonfinite} elements NaN or Inf"
+        print(f"{verdict}  {step.id}  {row.shape}  seed {seed}  {figures}  {row.backend}{took}", flush=True)
+        took = ""
     return not all(row.passed for row in rows)
 
 
@@ -199,15 +191,7 @@ def _check_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
 # ---------------------------------------------------------------------------------------------- bench
 
 
-def _bench_command(commands: Any) -> None:
-    more = """\
-examples:
-  bench prefill/02 --workload prefill/published-instance    one step on one workload
-  bench prefill                                             every step of an op on its first workload
-  bench prefill --all --cache hot                           on all of them, L2 left warm
-"""
-    about = "time steps on a GPU and write rows to a new run; times on other machines are in results/"
-    parser = _command(commands, "bench", _bench, about, more)
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
     parser.add_argument("--all", action="store_true", help="every named workload of each operation")
@@ -246,14 +230,19 @@ def _bench_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
 # ---------------------------------------------------------------------------------------------- static, profile
 
 
-def _static_command(commands: Any) -> None:
-    about = "registers, shared memory, spills and instruction counts of every step (nvcc, no GPU needed)"
-    static.add_arguments(_command(commands, "static", static.main, about))
+def _static_arguments(parser: argparse.ArgumentParser) -> None:
+    from . import static
+
+    static.add_arguments(parser)
 
 
-def _profile_command(commands: Any) -> None:
-    about = "hardware counters of a step by ncu: occupancy, stalls, DRAM, L2 and shared throughput, instructions"
-    parser = _command(commands, "profile", _profile, about)
+def _static(args: argparse.Namespace) -> int:
+    from . import static
+
+    return static.main(args)
+
+
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", metavar="STEP")
     parser.add_argument(
         "--workload", action="append", default=[], metavar="NAME", help="default: the op's first workload"
@@ -265,7 +254,6 @@ def _profile(args: argparse.Namespace) -> int:
     from . import counters, results, shapes, steps
 
     step = steps.step(args.step)
-    of_step = {"op": step.op, "step": step.name, "source_sha": step.source_sha}
     workloads = [shapes.workload(name) for name in args.workload] or shapes.workloads(step.op)[:1]
     try:
         counters.find_ncu()
@@ -273,7 +261,7 @@ def _profile(args: argparse.Namespace) -> int:
             for workload in _progress(workloads):
                 found = counters.profile(step, workload, args.seed)
                 for counter in found:
-                    run.add(results.CounterRow(workload=workload.name, **of_step, **asdict(counter)))
+                    run.add(_counter_row(step, workload, counter))
                     print(f"{counters.label(counter.metric):32} {counter.value:14,.4g} {counter.unit}")
     except counters.ProfileError as error:
         print(f"profile: {error}", file=sys.stderr)
@@ -281,32 +269,36 @@ def _profile(args: argparse.Namespace) -> int:
     return OK
 
 
+def _counter_row(step: Step, workload: Workload, counter: Counter) -> CounterRow:
+    from .results import CounterRow
+
+    return CounterRow(
+        op=step.op, step=step.name, source_sha=step.source_sha, workload=workload.name,
+        metric=counter.metric, value=counter.value, unit=counter.unit,
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------- reproduce
 
 
-def _reproduce_command(commands: Any) -> None:
-    more = """\
-examples:
-  reproduce                              all notebooks, quick, into results/local/<run id>
-  reproduce --only 01,02 --preset full
-  reproduce -p seed=7 --out ~/my-run     any parameter that the notebooks declare
-Exit code 0: every notebook ran to its end; 1: one failed (the others still ran); 2: wrong use, and nothing was run.
-"""
-    about = "run the notebooks in batch and leave tables, charts and executed notebooks in one folder"
-    parser = _command(commands, "reproduce", _reproduce, about, more)
+def _reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", metavar="01,02", help="numbers or names of notebooks (default: all)")
+    from .reproduce import ALLOWED
+
     for name, what in (("preset", "how much to run"), ("device", "where to run")):
-        parser.add_argument(f"--{name}", choices=reproduce.ALLOWED[name], help=f"{what} (default: the notebook's)")
+        parser.add_argument(f"--{name}", choices=ALLOWED[name], help=f"{what} (default: the notebook's)")
     parser.add_argument("--gpu", metavar="NAME", help="whose recorded figures to show (default: the notebook's)")
     parser.add_argument(
         "-p", "--parameter", action="append", default=[], metavar="KEY=VALUE", help="any other parameter"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, made if missing")
-    parser.add_argument("--notebooks", type=Path, default=reproduce.NOTEBOOKS, metavar="DIR", help="where they are")
+    parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, metavar="DIR", help="where they are")
     parser.add_argument("--timeout", type=_positive, metavar="SECONDS", help="longest time of one cell (default: none)")
 
 
 def _reproduce(args: argparse.Namespace) -> int:
+    from . import reproduce
+
     given: dict[str, str] = {}
     for pair in args.parameter:
         key, equals, value = pair.partition("=")
@@ -332,9 +324,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------------- record, report
 
 
-def _record_command(commands: Any) -> None:
-    about = "merge a run of this machine, tables, notebooks and figures, into the tracked results/<gpu>/"
-    parser = _command(commands, "record", _record, about)
+def _record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_id", metavar="RUN_ID", help="a folder of results/local/, or the path of a run's folder")
     parser.add_argument("--as", dest="gpu", required=True, metavar="GPU", help="e.g. h200; two of them: h200-x2")
 
@@ -347,11 +337,16 @@ def _record(args: argparse.Namespace) -> int:
     return OK
 
 
-def _report_command(commands: Any) -> None:
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
     from . import report
 
-    about = "the recorded results as a table, or into the README"
-    report.add_arguments(_command(commands, "report", report.main, about))
+    report.add_arguments(parser)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from . import report
+
+    return report.main(args)
 
 
 # ---------------------------------------------------------------------------------------------- shared
@@ -381,6 +376,62 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+CHECK_MORE = """\
+examples:
+  check prefill/01                                          every default shape, one seed
+  check prefill --seeds 3                                   all steps of an op, three seeds
+  check prefill/02 --shape "b1 q64h2 kv256h1 d512 causal bf16" --check-mode
+"""
+BENCH_MORE = """\
+examples:
+  bench prefill/02 --workload prefill/published-instance    one step on one workload
+  bench prefill                                             every step of an op on its first workload
+  bench prefill --all --cache hot                           on all of them, L2 left warm
+"""
+REPRODUCE_MORE = """\
+examples:
+  reproduce                              all notebooks, quick, into results/local/<run id>
+  reproduce --only 01,02 --preset full
+  reproduce -p seed=7 --out ~/my-run     any parameter that the notebooks declare
+Exit code 0: every notebook ran to its end; 1: one failed (the others still ran); 2: wrong use, and nothing was run.
+"""
+
+COMMANDS = {
+    "list": Command(
+        "list the steps: what each changed and how it ended",
+        _list_arguments, _list,
+    ),
+    "check": Command(
+        "compare steps with the float64 truth, on plain and on poisoned, guarded memory",
+        _check_arguments, _check, CHECK_MORE,
+    ),
+    "bench": Command(
+        "time steps on a GPU and write rows to a new run; times on other machines are in results/",
+        _bench_arguments, _bench, BENCH_MORE,
+    ),
+    "static": Command(
+        "registers, shared memory, spills and instruction counts of every step (nvcc, no GPU needed)",
+        _static_arguments, _static,
+    ),
+    "profile": Command(
+        "hardware counters of a step by ncu: occupancy, stalls, DRAM, L2 and shared throughput, instructions",
+        _profile_arguments, _profile,
+    ),
+    "reproduce": Command(
+        "run the notebooks in batch and leave tables, charts and executed notebooks in one folder",
+        _reproduce_arguments, _reproduce, REPRODUCE_MORE,
+    ),
+    "record": Command(
+        "merge a run of this machine, tables, notebooks and figures, into the tracked results/<gpu>/",
+        _record_arguments, _record,
+    ),
+    "report": Command(
+        "the recorded results as a table, or into the README",
+        _report_arguments, _report,
+    ),
+}  # fmt: skip
 
 
 if __name__ == "__main__":

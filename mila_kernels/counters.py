@@ -143,13 +143,14 @@ def _number(text: str) -> float:
 def combine(launches: Sequence[dict[str, Counter]]) -> list[Counter]:
     """One counter a metric over several launches; metrics that a launch lacks are left out."""
     durations = [launch["gpu__time_duration.sum"].value for launch in launches if "gpu__time_duration.sum" in launch]
-    weights = durations if len(durations) == len(launches) and sum(durations) else [1.0] * len(launches)
+    ones = [1.0] * len(launches)
+    weights = durations if len(durations) == len(launches) and any(durations) else ones
     combined = []
     for metric, first in launches[0].items():
         if not all(metric in launch for launch in launches):
             continue
         alike = _ADDITIVE.search(metric) or metric.startswith("launch__")
-        scale = [1.0] * len(launches) if alike else weights
+        scale: list[float] = ones if alike else weights
         total = sum(launch[metric].value * weight for launch, weight in zip(launches, scale, strict=True))
         combined.append(Counter(metric, total / sum(scale), first.unit))
     return combined

@@ -30,8 +30,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from . import results
 from .notebook import close_open_case
 from .paths import NOTEBOOKS, RESULTS, ROOT
@@ -93,6 +91,8 @@ def parameters(path: Path) -> dict[str, Any]:
 
     A default that is not a literal is given as None. Raises ParameterError when there is no such cell or more than one.
     """
+    import nbformat
+
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) != 1:
@@ -256,6 +256,8 @@ def _judge(target: Path, error: str) -> tuple[int, int, str]:
 
     papermill's own marks are not believed: it calls the killing cell, and all that never began, completed.
     """
+    import nbformat
+
     if not target.exists():
         return 0, 0, error or "the notebook was not executed"
     notebook = nbformat.read(target, as_version=4)
@@ -304,6 +306,8 @@ def _ending(outcome: NotebookRow) -> str:
 
 
 def _code_cells(path: Path) -> int:
+    import nbformat
+
     notebook = nbformat.read(path, as_version=4)
     return sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
 
@@ -385,6 +389,8 @@ def _export_html(target: Path) -> None:
 
 def charts(path: Path) -> list[str]:
     """The images that an executed notebook shows, as data URLs, in order (the vector form where a cell has both)."""
+    import nbformat
+
     found = []
     for cell in nbformat.read(path, as_version=4).cells:
         for output in cell.get("outputs", []):
@@ -399,6 +405,8 @@ def charts(path: Path) -> list[str]:
 
 def heading(path: Path) -> tuple[str, str]:
     """Title and question of a notebook: the first line and the rest of its first markdown cell."""
+    import nbformat
+
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
     lines = cells[0].source.strip().splitlines() if cells else []
     title = lines[0].lstrip("# ").strip() if lines else path.stem
