@@ -77,9 +77,12 @@ class KernelError(RuntimeError):
     """A launch was refused, or the emulation reported a fault. ``step`` is the step's id, ``text`` the reason."""
 
     def __init__(self, step: str, text: str) -> None:
-        super().__init__(f"{step}: {text}")
+        super().__init__(step, text)
         self.step = step
         self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -197,11 +200,12 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     requested_architectures()
     name = str(device)
     if name in ("emulation", "cpu"):
+        _said.add(_EMULATED)  # what was asked for needs no notice
         return torch.device("cpu")
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
-        _say_once("no CUDA device: kernels run on the CPU in emulation, for correctness and not for speed")
+        _say_once(_EMULATED)
         return torch.device("cpu")
     if not re.fullmatch(r"cuda(:\d+)?", name):
         raise ValueError(f"device: {name!r} must be auto, cuda, cuda:N or emulation")
@@ -213,6 +217,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     return torch.device("cuda", index)
 
 
+_EMULATED = "kernels run on the CPU in emulation: for correct results, not for speed"
 _said: set[str] = set()
 
 
@@ -331,13 +336,13 @@ class Kernel:
         self._launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._launch.restype = ctypes.c_char_p
 
-    def __call__(self, args: ctypes.Structure, stream: int = 0, buffers: Sequence[Buffer] = ()) -> None:
+    def __call__(self, args: ctypes.Structure, stream: int = 0, buffers: Sequence[Buffer] | None = None) -> None:
         """Launch.
 
         Args:
             args: the op's argument struct (``PrefillArgs`` ...).
             stream: a CUDA stream's address; ignored in emulation, which returns when the grid is done.
-            buffers: all global memory that the launch may touch, for check mode.
+            buffers: all global memory that the launch may touch, for check mode; None: it is not looked at.
 
         Raises:
             KernelError: with the launcher's text, code addresses turned into ``file:line``.
@@ -373,8 +378,9 @@ def launch(
         with torch.cuda.device(device):
             load(step, "cuda")(args, torch.cuda.current_stream(device).cuda_stream)
         return
+    _say_once(_EMULATED)
     check = current_emulation().check
-    buffers = [*_buffers(reads, False), *_buffers(writes, True)] if check else []
+    buffers = [*_buffers(reads, False), *_buffers(writes, True)] if check else None
     load(step, "emulation", check=check)(args, buffers=buffers)
 
 
@@ -444,6 +450,7 @@ def load(step: Step, backend: Backend, *, check: bool | None = None) -> Kernel:
 def forget() -> None:
     """Drop what this process knows of loaded steps, so that the next call looks at the sources and the cache again."""
     _loaded.clear()
+    steps.forget()
 
 
 def _stamps(step: Step, backend: Backend) -> tuple[tuple[Path, tuple[int, int]], ...]:
@@ -485,7 +492,10 @@ def _load_emulation(step: Step, check: bool) -> Kernel:
 class _Runtime:
     library: Path
     handle: ctypes.CDLL
-    configure: Callable[[Any], None]
+    configure: Callable[[Any], bytes | None]
+
+
+_runtimes: dict[str, ctypes.CDLL] = {}
 
 
 def _runtime_source() -> Path:
@@ -495,30 +505,40 @@ def _runtime_source() -> Path:
 def _runtime() -> _Runtime:
     """The emulation, built and loaded. A step's library names it as a dependency, so versions of it can coexist."""
     source = _runtime_source()
-    return _load_runtime(tuple((path, _stamp(path)) for path in (source, *steps.headers(source))), cxx_path())
+    stamps = tuple((path, _stamp(path)) for path in (source, *steps.headers(source)))
+    found = _load_runtime(stamps, cxx_path())
+    if not found.library.is_file():  # the cache was emptied under a living process
+        _load_runtime.cache_clear()
+        found = _load_runtime(stamps, cxx_path())
+    return found
 
 
 @functools.lru_cache(maxsize=8)
 def _load_runtime(stamps: tuple[tuple[Path, tuple[int, int]], ...], compiler: Path) -> _Runtime:
     recipe = _Recipe(stamps[0][0], "emulation", "cpp", RUNTIME_FLAGS, compiler, link_flags=("-pthread",))
     library, handle = _obtain(recipe)
+    # Steps bind to the first library of this name in the process, wherever its file is now.
+    handle = _runtimes.setdefault(library.name, handle)
     configure = handle.emu_configure
     configure.argtypes = [ctypes.POINTER(_EmuConfig)]
     configure.restype = ctypes.c_char_p
     return _Runtime(library, handle, configure)
 
 
-def _configure(runtime: _Runtime, step: Step, check: bool, buffers: Sequence[Buffer]) -> _EmuConfig:
+def _configure(runtime: _Runtime, step: Step, check: bool, buffers: Sequence[Buffer] | None) -> _EmuConfig:
     """Sets how the calling thread's next launch runs; what is returned must live until that has ended."""
     settings = current_emulation()
-    array = (_EmuBuffer * len(buffers))(*(_EmuBuffer(b.name.encode(), b.ptr, b.nbytes, b.writable) for b in buffers))
+    known = buffers or ()
+    array = (_EmuBuffer * max(1, len(known)))(
+        *(_EmuBuffer(b.name.encode(), b.ptr, b.nbytes, b.writable) for b in known)
+    )
     config = _EmuConfig(
         seed=settings.seed,
         check=check,
         threads=settings.threads or 0,
         architecture=_emulated_sm(step, settings.architecture),
-        buffers=ctypes.cast(array, ctypes.POINTER(_EmuBuffer)) if buffers else None,
-        buffer_count=len(buffers),
+        buffers=None if buffers is None else ctypes.cast(array, ctypes.POINTER(_EmuBuffer)),
+        buffer_count=len(known),
     )
     error = runtime.configure(ctypes.byref(config))
     if error is not None:
@@ -725,11 +745,15 @@ class _Recipe:
             *(f"{c}\0{compiler_version(c)}" for c in compilers),
             torch.__version__,
             str(torch.version.cuda),
-            str(paths.ROOT) if self.language == "cuda" else "",  # the line table names it
+            *(self._cuda_parts() if self.language == "cuda" else ()),
             sysconfig.get_config_var("SOABI") or sys.version,
             platform.machine(),
             self.links.name if self.links else "",
         ]
+
+    def _cuda_parts(self) -> list[str]:
+        # The line table names the checkout, and nvcc adds these variables to its command line.
+        return [str(paths.ROOT), *(os.environ.get(f"NVCC_{x}_FLAGS", "") for x in ("PREPEND", "APPEND"))]
 
 
 def _obtain(recipe: _Recipe) -> tuple[Path, ctypes.CDLL]:
@@ -829,8 +853,10 @@ def _compile(recipe: _Recipe, staging: Path, stem: str) -> Path:
         link_flags.append(f"./{recipe.links.name}")
     if recipe.language == "cpp":
         link_flags.append(f"-Wl,-soname,{stem}.so")
-        gnu = "clang" not in compiler_version(recipe.compiler)
-        flags += ["-fno-gnu-unique"] if gnu else []
+        if "clang" in compiler_version(recipe.compiler):
+            flags = ["-fsanitize=bounds" if flag == "-fsanitize=bounds-strict" else flag for flag in flags]
+        else:
+            flags.append("-fno-gnu-unique")  # those symbols are one a process, across libraries
         flags.append(f"-fdebug-prefix-map={folder}=.")
     source = _staged_text(recipe.source, recipe)
     sources: dict[str, Any] = (
@@ -971,7 +997,12 @@ def _writable_cache() -> Path:
 def _private_cache() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="mila_kernels-"))
     owner = os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not a fork of it
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder
 
 
@@ -1000,6 +1031,9 @@ def _lock(path: Path) -> Iterator[None]:
             yield
         finally:
             os.ftruncate(handle, 0)
+            # Closing is not enough: a process forked meanwhile has the handle too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
 

@@ -8,6 +8,7 @@ import hashlib
 import html
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,9 +107,7 @@ def parse_architecture(name: str) -> tuple[int, int, str]:
 
 def ops() -> list[str]:
     """The operations that have steps, sorted."""
-    if not paths.CSRC.is_dir():
-        return []
-    return sorted({path.parent.name for path in paths.CSRC.glob("*/*.cu") if _FILE_NAME.fullmatch(path.name)})
+    return list(dict.fromkeys(found.op for found in _registry().values()))
 
 
 def steps(op: str | None = None) -> list[Step]:
@@ -117,10 +116,9 @@ def steps(op: str | None = None) -> list[Step]:
     Raises:
         ValueError: an operation that has no steps, or a source file whose first lines do not describe a step.
     """
-    known = ops()
-    if op is not None and op not in known:
+    if op is not None and op not in (known := ops()):
         raise ValueError(f"op: {op!r} has no steps; known: {', '.join(known) or 'none'}")
-    return [found for name in ([op] if op else known) for found in _steps_of(name)]
+    return [found for found in _registry().values() if op is None or found.op == op]
 
 
 def step(name: str | Step) -> Step:
@@ -133,13 +131,15 @@ def step(name: str | Step) -> Step:
         return name
     if not isinstance(name, str):
         raise TypeError(f"step: a name or a Step is needed, not {type(name).__name__}")
-    everything = steps()
-    found = [s for s in everything if _answers_to(s, name.strip())]
+    everything = _registry()
+    if name in everything:
+        return everything[name]
+    found = [s for s in everything.values() if _answers_to(s, name.strip())]
     if len(found) == 1:
         return found[0]
     if found:
         raise ValueError(f"step: {name!r} may be {' or '.join(s.id for s in found)}")
-    raise ValueError(f"step: {name!r} is unknown; {_suggestions(name, [s.id for s in everything])}")
+    raise ValueError(f"step: {name!r} is unknown; {_suggestions(name, list(everything))}")
 
 
 def from_file(path: Path, op: str | None = None) -> Step:
@@ -246,12 +246,32 @@ def _html_cells(lines: list[str], index: int, end: int, css: str) -> str:
 # ---- reading the first lines -----------------------------------------------------------------------------------------
 
 
-def _steps_of(op: str) -> list[Step]:
-    files = [path for path in (paths.CSRC / op).glob("*.cu") if _FILE_NAME.fullmatch(path.name)]
+_RECHECK_S = 0.5
+_known: dict[Path, tuple[float, dict[str, Step]]] = {}
+
+
+def _registry() -> dict[str, Step]:
+    """The steps by id, ops sorted, each op's in their order. The files are looked at no more than twice a second."""
+    now = time.monotonic()
+    checked, found = _known.get(paths.CSRC, (-_RECHECK_S, {}))
+    if now - checked >= _RECHECK_S:
+        files = [path for path in paths.CSRC.glob("*/*.cu") if _FILE_NAME.fullmatch(path.name)]
+        folders = sorted({path.parent for path in files})
+        found = {s.id: s for folder in folders for s in _in_order(p for p in files if p.parent == folder)}
+        _known[paths.CSRC] = (now, found)
+    return found
+
+
+def forget() -> None:
+    """Drop what was read, so that the next call looks at the files."""
+    _known.clear()
+
+
+def _in_order(files: Iterable[Path]) -> list[Step]:
     found = sorted((_read(path, _stamp(path)) for path in files), key=lambda s: s.order)
     for before, after in zip(found, found[1:], strict=False):
         if before.order == after.order:
-            raise ValueError(f"{op}: {before.name} and {after.name} have the same order")
+            raise ValueError(f"{before.op}: {before.name} and {after.name} have the same order")
     return [_with_predecessor(s, found[i - 1] if i else None) for i, s in enumerate(found)]
 
 
@@ -486,7 +506,14 @@ def _chunks(path: Path, stamp: tuple[int, int]) -> tuple[_Chunk, ...]:
             continue
         depth = _split_statements(line, depth, current, close)
     close()
-    return tuple(_chunk(piece) for piece in pieces)
+    chunks = [_chunk(piece) for piece in pieces]
+    macros = {name for c in chunks if _defines_macro(c.text) for name in c.names}
+    # What a macro call defines cannot be told from here.
+    return tuple(c if _defines_macro(c.text) or not c.names & macros else c._replace(names=frozenset()) for c in chunks)
+
+
+def _defines_macro(text: str) -> bool:
+    return text.rpartition("\n")[2].startswith(("# define", "# undef"))
 
 
 def _split_statements(line: str, depth: int, current: list[str], close: Callable[[], None]) -> int:
@@ -521,9 +548,8 @@ def _chunk(text: str) -> _Chunk:
 def _names(text: str) -> set[str]:
     """What a top-level piece defines; empty (then it counts as always used) where that cannot be told."""
     lines = text.split("\n")
-    define = re.match(r"# (?:define|undef) (\w+)", lines[-1])
-    if define:
-        return {define[1]}
+    if _defines_macro(text):
+        return {lines[-1].split()[2]}
     code = " ".join(line for line in lines if not line.startswith("#"))
     code = re.sub(r"^(?:template < (?:.*? )?> (?=[A-Za-z_]))+", "", code) if code.startswith("template") else code
     if re.match(r"using namespace|static_assert|template", code):
