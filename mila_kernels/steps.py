@@ -230,10 +230,11 @@ def diff(a: str | Step, b: str | Step | None = None, context: int = 3) -> Diff:
 
 def _html_rows(opcode: tuple[str, int, int, int, int], old: list[str], new: list[str]) -> Iterator[str]:
     tag, i1, i2, j1, j2 = opcode
-    left_class, right_class = {"equal": ("", ""), "replace": ("c", "c")}.get(tag, ("a", "b"))
+    paired = {"equal": "", "replace": "c"}.get(tag, "")
     for offset in range(max(i2 - i1, j2 - j1)):
-        left = _html_cells(old, i1 + offset, i2, left_class)
-        right = _html_cells(new, j1 + offset, j2, right_class)
+        both = i1 + offset < i2 and j1 + offset < j2
+        left = _html_cells(old, i1 + offset, i2, paired if both else "a")
+        right = _html_cells(new, j1 + offset, j2, paired if both else "b")
         yield f"<tr>{left}{right}</tr>"
 
 
@@ -325,9 +326,9 @@ def _list(path: Path, fields: dict[str, str], key: str, default: Iterable[str]) 
     if not values:
         raise ValueError(f"{path}: '// {key}:' is empty")
     for value in values:
-        if key == "Architectures":
-            parse_architecture(value)
-        elif key == "Dtypes" and not re.fullmatch(r"[a-z]+\d\w*", value):
+        if key == "Architectures" and not _ARCHITECTURE.fullmatch(value):
+            raise ValueError(f"{path}: '// {key}:' {value!r} must look like sm_80, sm_90a or sm_120")
+        if key == "Dtypes" and not re.fullmatch(r"[a-z]+\d\w*", value):
             raise ValueError(f"{path}: '// {key}:' {value!r} is not a dtype such as bf16")
     return values
 
