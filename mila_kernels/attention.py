@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import build, steps
+from . import build, outputs, steps
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1}
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -107,7 +107,7 @@ def _prefill_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, q_len, q_heads, _ = q.shape
     lse_shape = (batch, q_heads, q_len) if with_lse else (0,)
-    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+    return outputs.empty(q, q.shape), outputs.empty(q, lse_shape, torch.float32)
 
 
 def _strides(x: torch.Tensor) -> Sequence[int]:
