@@ -10,9 +10,10 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -46,7 +47,10 @@ class Line:
 
 
 def main_workload(op: str) -> shapes.Workload:
-    """The workload that an op's ladder is measured on: the first of its rows in ``data/workloads.csv``."""
+    """The workload that an op's ladder is measured on: the first of its rows in ``data/workloads.csv``.
+
+    ValueError for an op that has none.
+    """
     return shapes.workloads(op)[0]
 
 
@@ -82,25 +86,24 @@ def published(op: str, workload: str) -> pd.DataFrame:
 
 def lines(op: str, gpu: str) -> list[Line]:
     """The table of an op's steps, in order."""
-    timings = recorded(op, gpu, main_workload(op).name).set_index("step")
+    timings = {str(row["step"]): row for row in recorded(op, gpu, main_workload(op).name).to_dict("records")}
     parity = results.table("parity", gpu)
     parity = parity[(parity["op"] == op) & (parity["backend"] == "cuda")]
     parity = parity.assign(step=[name.rpartition("/")[2] for name in parity["step"]])
-    return [_line(step, timings, parity[parity["step"] == step.name]) for step in _steps(op)]
+    return [_line(step, timings.get(step.name), parity[parity["step"] == step.name]) for step in _steps(op)]
 
 
-def _line(step: Step, timings: pd.DataFrame, parity: pd.DataFrame) -> Line:
-    timed = timings.loc[step.name] if step.name in timings.index else None
-    ok = timed is not None and timed["status"] == "ok"
+def _line(step: Step, timed: dict[Hashable, Any] | None, parity: pd.DataFrame) -> Line:
+    ok = timed if timed and timed["status"] == "ok" else None
     return Line(
         step=step,
-        ms=float(timed["median_us"]) / 1e3 if ok else float("nan"),
-        share=float(timed["share"]) if ok else float("nan"),
+        ms=float(ok["median_us"]) / 1e3 if ok else float("nan"),
+        share=float(ok["share"]) if ok else float("nan"),
         rel_l2=float(parity["rel_l2"].max()) if len(parity) else float("nan"),
         bound=float(parity["bound"].min()) if len(parity) else float("nan"),
         passed=bool(parity["passed"].all()) if len(parity) else False,
-        stale=bool(timed["stale"]) if timed is not None else False,
-        failure="" if timed is None or ok else str(timed["error"]),
+        stale=bool(timed["stale"]) if timed else False,
+        failure="" if ok or not timed else str(timed["error"]),
     )
 
 
@@ -123,9 +126,15 @@ def _cells(line: Line) -> dict[str, str]:
     }
 
 
-def first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence; the rest stands in the step's source."""
-    return re.split(r"(?<=[^.\d]\.)\s+(?=[A-Z0-9])", text.strip(), maxsplit=1)[0]
+def first_sentence(text: str, least: int = 24) -> str:
+    """The first sentence, and those after it while that is shorter than ``least``; the rest stands in the source."""
+    sentences = re.split(r"(?<=[^.\d]\.)\s+(?=[A-Z0-9])", text.strip())
+    taken = sentences[0]
+    for sentence in sentences[1:]:
+        if len(taken) >= least:
+            break
+        taken += f" {sentence}"
+    return taken
 
 
 # --- charts ---
@@ -217,12 +226,20 @@ def _part_ladder(gpu: str) -> str:
 
 
 def _part_steps(gpu: str) -> str:
-    return "\n".join(filter(None, (_steps_of_readme(op, gpu) for op in steps.ops())))
+    return _steps_of_readme(_ops()[0], gpu)
+
+
+def _part_others(gpu: str) -> str:
+    return "\n".join(_steps_of_readme(op, gpu) for op in _ops()[1:]) or "There are none yet.\n"
+
+
+def _ops() -> list[str]:
+    """The ops that have steps and workloads, in the order of the workloads: prefill first."""
+    named = dict.fromkeys(workload.op for workload in shapes.workloads())
+    return [op for op in named if op in steps.ops()]
 
 
 def _steps_of_readme(op: str, gpu: str) -> str:
-    if not _steps(op) or op not in {workload.op for workload in shapes.workloads()}:
-        return ""
     table = []
     for line in lines(op, gpu):
         source = line.step.path.relative_to(paths.ROOT).as_posix()
@@ -230,8 +247,8 @@ def _steps_of_readme(op: str, gpu: str) -> str:
         notebook = notebook_of(line.step)
         table.append(cells | {"notebook": f"[{notebook.stem}]({_notebook_link(notebook, gpu)})" if notebook else ""})
     workload = main_workload(op)
-    what = f"`{op}`, {workload.note or workload.shape} ({workload.shape})"
-    return f"{what}:\n\n{results.export(pd.DataFrame(table), 'md')}"
+    what = f"{workload.note} ({workload.shape})" if workload.note else workload.shape
+    return f"`{op}`: {what}\n\n{results.export(pd.DataFrame(table), 'md')}"
 
 
 def _notebook_link(notebook: Path, gpu: str) -> str:
@@ -277,6 +294,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "ladder": _part_ladder,
     "machine": _part_machine,
     "steps": _part_steps,
+    "others": _part_others,
     "targets": _part_targets,
 }
 
@@ -325,8 +343,8 @@ def main(args: argparse.Namespace) -> int:
 def render(table: str, gpu: str, op: str | None = None, format: str = "md") -> str:
     """A recorded table, or ``steps``, as Markdown, CSV or LaTeX. ValueError for an unknown table, op or format."""
     if table == "steps":
-        wanted = [op] if op else steps.ops()
-        frame = pd.concat([steps_table(name, gpu).assign(op=name) for name in wanted if steps.steps(name)])
+        wanted = [op] if op else _ops()
+        frame = pd.concat([steps_table(name, gpu).assign(op=name) for name in wanted])
         return results.export(frame[["op", *(name for name in frame.columns if name != "op")]], format)
     frame = results.table(table, None if table == "static" else gpu)
     return results.export(frame[frame["op"] == op] if op and "op" in frame.columns else frame, format)

@@ -69,10 +69,13 @@ def sanitize(step: Step, tool: str, shapes: Sequence[str] = ()) -> Finding:
     command = [str(find_sanitizer()), "--tool", tool, *_only_ours(step, tool), *check_command(step, shapes)]
     # torch's caching allocator would hand out pieces of large blocks, between which an overrun goes unseen.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(
-        command, cwd=paths.ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=SECONDS,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, cwd=paths.ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return judge(f"{tool} was stopped after {SECONDS} s", 124)
     return judge(done.stdout, done.returncode)
 
 

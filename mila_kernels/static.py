@@ -35,7 +35,7 @@ T = TypeVar("T")
 # A column of the table that is written in capitals is the count of that instruction.
 INSTRUCTIONS = tuple(column for column in results.columns("static") if column.isupper())
 # What kernels are built with for a GPU, less the line table, which would only make the PTX harder to read.
-FLAGS = tuple(flag for flag in build.CUDA_FLAGS if flag != "-lineinfo")
+FLAGS = (*(flag for flag in build.CUDA_FLAGS if flag != "-lineinfo"), "-Xptxas=-v")
 
 # wgmma serialised by the compiler (C7510 to C7520) and setmaxnreg ignored (C7508): the step is not what it says it is.
 BROKEN_PROMISE = re.compile(r"\((C7508|C751\d|C7520)\)")
@@ -198,7 +198,7 @@ def demangle(names: Sequence[str]) -> dict[str, str]:
 
 def short_name(signature: str) -> str:
     """A demangled signature without return type, parameters and namespaces of the toolkit's types."""
-    name = signature.removeprefix("void ")
+    name = signature.removeprefix("void ").replace("(anonymous namespace)::", "")
     depth = 0
     for i, letter in enumerate(name):
         depth += (letter == "<") - (letter == ">")
