@@ -55,6 +55,11 @@ def peak(gpu: str) -> Peak | None:
     return _table(DATA).get(gpu)
 
 
+def known() -> list[Peak]:
+    """The peaks of every GPU in ``data/peaks.csv``, in its order."""
+    return list(_table(DATA).values())
+
+
 @functools.lru_cache(maxsize=4)
 def _table(folder: Path) -> dict[str, Peak]:
     with (folder / "peaks.csv").open(encoding="utf-8", newline="") as file:
