@@ -1,17 +1,37 @@
-"""What the notebooks share: which device, which recorded figures, and where the rows of this run go."""
+"""What the notebooks share: where they run, whose figures they show, and where their rows go.
+
+A notebook opens a :class:`Session`. On a GPU it measures, and what it shows is what it has just written. Anywhere else
+kernels run in emulation, for their results only, and times are the recorded ones of the GPU that the notebook names.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .results import RunWriter, TimingRow
+import pandas as pd
 
+from . import paths, peaks, results, shapes, steps
+from .results import RunRow, RunWriter, TimingRow
+from .shapes import Workload
+from .steps import Step
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+
+PRESETS = ("quick", "full")
+GROUP = 128  # columns of a weight matrix that share one FP32 scale
 _OPEN_CASE = ".open_case.json"
+
+
+# ---------------------------------------------------------------------------------------------- a case and its end
 
 
 @contextmanager
@@ -35,3 +55,275 @@ def close_open_case(folder: Path, run_id: str, error: str) -> None:
     case = json.loads(note.read_text(encoding="utf-8"))
     RunWriter(folder, run_id).add(TimingRow(**{**case, "status": "failed", "error": error}))
     note.unlink()
+
+
+# ---------------------------------------------------------------------------------------------- work and limits
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one figure of a workload needs at least: operations, and bytes through device memory."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What bounds every kernel of a GPU: GB/s and TFLOP/s, measured or (``measured`` False) from its data sheet."""
+
+    gpu: str
+    read_gbps: float
+    bf16_tflops: float
+    fp8_tflops: float | None
+    measured: bool
+    source: str
+
+    def limit_us(self, op: str, work: Work) -> float:
+        """The least time for some work, in microseconds: the larger of its arithmetic's and its memory's."""
+        return max(work.flops / self.tflops(op) / 1e6, work.bytes / self.read_gbps / 1e3)
+
+    def bound(self, op: str, work: Work) -> str:
+        """Which of the two it is: memory or arithmetic."""
+        return "arithmetic" if work.flops / self.tflops(op) > work.bytes * 1e3 / self.read_gbps else "memory"
+
+    def tflops(self, op: str) -> float:
+        """The arithmetic ceiling that an operation runs under: FP8 where its products are FP8, else BF16."""
+        return self.fp8_tflops if self.fp8_tflops and op in results.FP8_OPS else self.bf16_tflops
+
+
+def work(workload: Workload) -> Work:
+    """Operations and fewest bytes of a workload; of one with several parts, their mean.
+
+    Attention counts the (query, key) pairs inside the mask, 4 operations a pair and column, and reads Q, K and V once
+    and writes O once. A matrix product counts 2 operations a weight and row, and moves packed weights, an FP32 scale a
+    group of 128 columns (FP8: a row), x and y.
+    """
+    parts = [_attention(part) if part.is_attention else _linear(part) for part in workload.parts()]
+    return Work(sum(part.flops for part in parts) / len(parts), sum(part.bytes for part in parts) / len(parts))
+
+
+_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
+
+
+def _attention(w: Workload) -> Work:
+    flops = 4.0 * w.batch * w.q_heads * w.head_dim * w.pairs
+    seen = min(w.kv_len, w.window + w.q_len - 1) if w.window and w.causal else w.kv_len
+    queries = 2 * w.q_len * w.q_heads * _BYTES[w.dtype]
+    keys = 2 * seen * w.kv_heads * _BYTES[w.kv_dtype or w.dtype]
+    return Work(flops, w.batch * w.head_dim * (queries + keys))
+
+
+def _linear(w: Workload) -> Work:
+    weight, scales = (1.0, w.n) if w.op == "matvec_fp8" else (0.5, w.n * -(-w.k // GROUP))
+    moved = w.n * w.k * weight + 4.0 * scales + (w.m * w.k + w.m * w.n) * _BYTES[w.dtype]
+    return Work(2.0 * w.n * w.k * w.m, moved)
+
+
+# ---------------------------------------------------------------------------------------------- the session
+
+
+def start(device: str = "auto", gpu: str = "h200", preset: str = "quick", seed: int = 0) -> Session:
+    """Open a notebook's session; show it, and it says what the notebook can and cannot know here.
+
+    Args:
+        device: auto, cuda or emulation.
+        gpu: whose recorded figures to show where nothing is measured, a folder of results/.
+        preset: quick or full: how many and how large the cases are.
+        seed: of all random inputs.
+
+    Raises:
+        ValueError: an unknown device or preset, a seed that is no natural number.
+    """
+    from . import build
+
+    if preset not in PRESETS:
+        raise ValueError(f"preset: {preset!r} must be one of {', '.join(PRESETS)}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed: {seed!r} must be an integer of at least 0")
+    return Session(build.resolve_device(device), gpu, preset, seed, RunWriter())
+
+
+@dataclass(frozen=True)
+class Session:
+    """One notebook at work. See :func:`start`."""
+
+    device: torch.device
+    gpu: str
+    preset: str
+    seed: int
+    run: RunWriter
+
+    @property
+    def live(self) -> bool:
+        """Whether times are measured here."""
+        return self.device.type == "cuda"
+
+    @property
+    def full(self) -> bool:
+        """Whether the preset is full."""
+        return self.preset == "full"
+
+    @property
+    def source(self) -> Path:
+        """The folder whose tables are shown: this run's where it measures, else that of the recorded GPU."""
+        return self.run.folder if self.live else paths.RESULTS / self.gpu
+
+    def _repr_markdown_(self) -> str:
+        if self.live:
+            return f"**Measured here**, in run `{self.run.run_id}`: every time below is of this machine."
+        here = "No GPU is used here. Kernels run **in emulation**: their results are proved, their speed is not known."
+        if not self.runs():
+            return f"{here} There are **no recorded rows for {self.gpu} yet**, so measured times are missing below."
+        latest = max(self.runs(), key=lambda row: row.utc)
+        return f"{here} Times are those **recorded on {latest.gpu}** (`results/{self.gpu}`), last on {latest.utc[:10]}."
+
+    def runs(self) -> list[RunRow]:
+        """The runs that the shown figures are of."""
+        return results.read(self.source, "runs")
+
+    def missing(self, what: str = "rows") -> str:
+        """The sentence for a table or chart without data."""
+        if self.live:
+            return f"This run has no {what} to show."
+        return f"There are no recorded {what} for {self.gpu} yet. A run on such a GPU writes them: `make reproduce`."
+
+    # -- results are proved everywhere
+
+    def check(self, names: Sequence[str], texts: Sequence[str]) -> pd.DataFrame:
+        """Compare steps with float64 on shapes, here and now; one row a step and shape, each written to the run.
+
+        Raises AssertionError naming the cases that failed, after all of them have run.
+        """
+        from . import parity
+
+        chosen = [steps.step(name) for name in names]
+        with self.run as run:
+            rows = [
+                row
+                for step in chosen
+                for text in texts
+                for row in parity.check(step, shapes.parse_shape(step.op, text), self.seed, self.device, run)
+            ]
+        failed = [f"{row.step} on {row.shape}: {row.rel_l2:.2e}" for row in rows if not row.passed]
+        if failed:
+            raise AssertionError(f"above the bound, or a guard zone written: {'; '.join(failed)}")
+        return pd.DataFrame([asdict(row) for row in rows])
+
+    # -- times are measured on a GPU, and read elsewhere
+
+    def time(self, names: Sequence[str], workloads: Sequence[Workload], cache: str = "cold") -> pd.DataFrame:
+        """Timings of steps on workloads with rates, limit and share beside them; those of failed cases have none.
+
+        Measured here on a GPU, each row written as its case ends; elsewhere the latest recorded ones, perhaps none.
+        """
+        chosen = [steps.step(name) for name in names]
+        if self.live:
+            self.ceilings()
+            for step in chosen:
+                for workload in workloads:
+                    self._measure(step, workload, cache)
+        table = results.table("timings", self.source)
+        keys = {(step.op, step.name): place for place, step in enumerate(chosen)}
+        wanted = {workload.shape: place for place, workload in enumerate(workloads)}
+        places = [
+            (keys.get((row["op"], row["step"])), wanted.get(row["shape"]), row["cache"] == cache)
+            for row in table.to_dict("records")
+        ]
+        kept = sorted((place, i) for i, place in enumerate(places) if None not in place and place[2])
+        return results.with_rates(table.iloc[[i for _, i in kept]].reset_index(drop=True), self.source)
+
+    def _measure(self, step: Step, workload: Workload, cache: str) -> None:
+        from . import bench
+
+        case = TimingRow(
+            op=step.op, step=step.name, source_sha=step.source_sha, workload=workload.name, shape=workload.shape,
+            dtype=workload.dtype, cache=cache, status="failed", error="not finished",
+        )  # fmt: skip
+        with self.run as run, open_case(run, case):
+            bench.bench(step, workload, cache=cache, seed=self.seed, run=run)
+
+    def ceilings(self) -> Ceilings:
+        """Measured here once a run, else recorded, else from the data sheet of the GPU named (``measured`` False).
+
+        Raises ValueError where nothing is known of that GPU.
+        """
+        if self.live:
+            from . import bench
+
+            with self.run as run:
+                if run.row.read_gbps is None or run.row.bf16_tflops is None:
+                    bench.ceilings(run)
+        known = [row for row in self.runs() if row.read_gbps and row.bf16_tflops]
+        if known:
+            row = max(known, key=lambda one: one.utc)
+            source = f"measured in run {row.run_id} on {row.utc[:10]}"
+            return Ceilings(row.gpu, row.read_gbps or 0, row.bf16_tflops or 0, row.fp8_tflops, True, source)
+        sheet = data_sheet(self.gpu)
+        if not sheet.dram_gbps or not sheet.bf16_tflops:
+            raise ValueError(f"gpu: data/peaks.csv lacks the memory or BF16 peak of {sheet.gpu}")
+        return Ceilings(sheet.gpu, sheet.dram_gbps, sheet.bf16_tflops, sheet.fp8_tflops, False, sheet.source)
+
+    def counters(self, names: Sequence[str], workload: str) -> pd.DataFrame:
+        """Hardware counters of steps on a workload, a column a step; empty where none are recorded."""
+        from .counters import label
+
+        table = results.table("counters", self.source)
+        if self.live and table.empty:  # ncu cannot count inside a running notebook: `profile` writes them
+            table = results.table("counters", paths.RESULTS / self.gpu)
+        chosen = [steps.step(name).name for name in names]
+        rows = table[table["step"].isin(chosen) & (table["workload"] == workload)]
+        if rows.empty:
+            return pd.DataFrame()
+        pairs = zip(rows["metric"], rows["unit"], strict=True)
+        named = rows.assign(counter=[f"{label(metric)} ({unit})" if unit else label(metric) for metric, unit in pairs])
+        wide = named.pivot_table(index="counter", columns="step", values="value", sort=False)
+        return wide[[name for name in chosen if name in wide.columns]]
+
+    def compiled(self, names: Sequence[str], arch: str = "sm_90a", kernel: str = "") -> pd.DataFrame:
+        """What the compiler says of steps' kernels whose name contains ``kernel``: a row each."""
+        table = results.table("static")
+        chosen = [steps.step(name).name for name in names]
+        rows = table[table["step"].isin(chosen) & (table["arch"] == arch)]
+        rows = rows[[kernel in name for name in rows["kernel"]]]
+        return rows.drop(columns=["op", "source_sha", "arch", "nvcc"], errors="ignore").reset_index(drop=True)
+
+    # -- charts and tables
+
+    def show(self, name: str, rows: pd.DataFrame, draw: Callable[[pd.DataFrame], Figure]) -> None:
+        """Draw rows, save the chart as ``figures/<name>`` of the run, and display it; without rows say that."""
+        from IPython.display import Markdown, display
+
+        from . import plots
+
+        if rows.empty:
+            display(Markdown(self.missing()))
+            return
+        figure = draw(rows)
+        with self.run as run:
+            svg, png = plots.save(figure, run.folder / "figures" / name)
+        # Both forms: a notebook that is not trusted shows no SVG.
+        image = base64.b64encode(png.read_bytes()).decode()
+        display({"image/svg+xml": svg.read_text(encoding="utf-8"), "image/png": image}, raw=True)
+
+
+def data_sheet(gpu: str) -> peaks.Peak:
+    """The peaks of the GPU that a folder of results/ is named after (h200, h200-x2); ValueError lists those known."""
+    name = gpu.partition("-x")[0].replace("-", "").lower()
+    known = peaks.known()
+    for peak in known:
+        if name and name in peak.gpu.replace(" ", "").replace("-", "").lower():
+            return peak
+    raise ValueError(f"gpu: nothing is known of {gpu!r}; data/peaks.csv has {', '.join(peak.gpu for peak in known)}")
+
+
+def card(name: str, *parts: str) -> str:
+    """What a step's source says of itself, as Markdown; parts are of change, prediction, measured, verdict."""
+    step = steps.step(name)
+    lines = [f"**{step.id}**"] + [f"*{part.capitalize()}:* {getattr(step, part)}" for part in parts]
+    return "\n\n".join(lines)
