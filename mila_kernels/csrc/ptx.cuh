@@ -522,3 +522,205 @@ DEVICE void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// ---- wmma ------------------------------------------------------------------------------------------------------------
+
+// wmma: 16 x 16 x 16 products of fragments that the warp's lanes share in a layout the instruction set keeps to itself
+// (the twins' is that of mma; who relies on it is wrong on a GPU). Fragments come from and go to shared memory, rows
+// `stride` elements apart, every row aligned to 16 bytes (FP32: 32). An FP16 fragment holds each element twice.
+template <typename T>
+struct WmmaFragment;
+template <>
+struct WmmaFragment<bf16> {
+  uint32_t x[4];
+};
+template <>
+struct WmmaFragment<fp16> {
+  uint32_t x[8];
+};
+template <typename T>
+struct WmmaA : WmmaFragment<T> {};
+template <typename T>
+struct WmmaB : WmmaFragment<T> {};
+struct WmmaC {
+  float x[8];
+};
+
+#ifndef __CUDACC__
+namespace emu {
+
+template <typename T>
+EMU_INLINE void wmma_load(WmmaFragment<T>& d, const T* first, int stride, bool transposed, Site site) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  uint32_t x[4];
+  ldmatrix(4, transposed, x, shared_address(first + lane % 16 * stride + lane / 16 * 8, site), site);
+  for (int i = 0; i < 4; ++i) d.x[i] = x[i];
+}
+
+template <typename T>
+EMU_INLINE void wmma_mma(Mma shape, WmmaC& d, const WmmaA<T>& a, uint32_t (&b)[2][2], Site site) {
+  for (int half = 0; half < 2; ++half) mma(shape, d.x + 4 * half, a.x, b[half], site);
+}
+
+// Where element i of the lane's FP32 fragment lies.
+EMU_INLINE int wmma_offset(int i, int stride) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return (lane / 4 + i % 4 / 2 * 8) * stride + i / 4 * 8 + lane % 4 * 2 + i % 2;
+}
+
+}  // namespace emu
+#endif
+
+DEVICE void wmma_load_a_row(WmmaA<bf16>& d, const bf16* first, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+               : "r"(smem_u32(first)), "r"(stride)
+               : "memory");
+#else
+  emu::wmma_load<bf16>(d, first, stride, false, site);
+#endif
+}
+
+DEVICE void wmma_load_a_row(WmmaA<fp16>& d, const fp16* first, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.shared.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;"
+               : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3]), "=r"(d.x[4]), "=r"(d.x[5]), "=r"(d.x[6]),
+                 "=r"(d.x[7])
+               : "r"(smem_u32(first)), "r"(stride)
+               : "memory");
+#else
+  emu::wmma_load<fp16>(d, first, stride, false, site);
+#endif
+}
+
+// B's columns are rows in memory.
+DEVICE void wmma_load_b_col(WmmaB<bf16>& d, const bf16* first, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.load.b.sync.aligned.col.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+               : "r"(smem_u32(first)), "r"(stride)
+               : "memory");
+#else
+  emu::wmma_load<bf16>(d, first, stride, false, site);
+#endif
+}
+
+DEVICE void wmma_load_b_col(WmmaB<fp16>& d, const fp16* first, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.load.b.sync.aligned.col.m16n16k16.shared.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;"
+               : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3]), "=r"(d.x[4]), "=r"(d.x[5]), "=r"(d.x[6]),
+                 "=r"(d.x[7])
+               : "r"(smem_u32(first)), "r"(stride)
+               : "memory");
+#else
+  emu::wmma_load<fp16>(d, first, stride, false, site);
+#endif
+}
+
+DEVICE void wmma_load_b_row(WmmaB<bf16>& d, const bf16* first, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.load.b.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3])
+               : "r"(smem_u32(first)), "r"(stride)
+               : "memory");
+#else
+  emu::wmma_load<bf16>(d, first, stride, true, site);
+#endif
+}
+
+DEVICE void wmma_load_b_row(WmmaB<fp16>& d, const fp16* first, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.load.b.sync.aligned.row.m16n16k16.shared.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;"
+               : "=r"(d.x[0]), "=r"(d.x[1]), "=r"(d.x[2]), "=r"(d.x[3]), "=r"(d.x[4]), "=r"(d.x[5]), "=r"(d.x[6]),
+                 "=r"(d.x[7])
+               : "r"(smem_u32(first)), "r"(stride)
+               : "memory");
+#else
+  emu::wmma_load<fp16>(d, first, stride, true, site);
+#endif
+}
+
+DEVICE void wmma_load_c_row(WmmaC& d, const float* first, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.load.c.sync.aligned.row.m16n16k16.shared.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;"
+               : "=f"(d.x[0]), "=f"(d.x[1]), "=f"(d.x[2]), "=f"(d.x[3]), "=f"(d.x[4]), "=f"(d.x[5]), "=f"(d.x[6]),
+                 "=f"(d.x[7])
+               : "r"(smem_u32(first)), "r"(stride)
+               : "memory");
+#else
+  emu::vote(emu::Vote::any, 0xffffffffu, 0, site);  // all lanes together, as .sync.aligned asks
+  for (int i = 0; i < 8; ++i) d.x[i] = first[emu::wmma_offset(i, stride)];
+#endif
+}
+
+DEVICE void wmma_store_d_row(float* first, const WmmaC& d, int stride MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8}, %9;" ::"r"(
+                   smem_u32(first)),
+               "f"(d.x[0]), "f"(d.x[1]), "f"(d.x[2]), "f"(d.x[3]), "f"(d.x[4]), "f"(d.x[5]), "f"(d.x[6]), "f"(d.x[7]),
+               "r"(stride)
+               : "memory");
+#else
+  emu::vote(emu::Vote::any, 0xffffffffu, 0, site);
+  for (int i = 0; i < 8; ++i) first[emu::wmma_offset(i, stride)] = d.x[i];
+#endif
+}
+
+// d += a b, FP32 sums, B as wmma_load_b_col gave it.
+DEVICE void wmma_mma_row_col(WmmaC& d, const WmmaA<bf16>& a, const WmmaB<bf16>& b MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "wmma.mma.sync.aligned.row.col.m16n16k16.f32.bf16.bf16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3, %4, %5, %6, %7};"
+      : "+f"(d.x[0]), "+f"(d.x[1]), "+f"(d.x[2]), "+f"(d.x[3]), "+f"(d.x[4]), "+f"(d.x[5]), "+f"(d.x[6]), "+f"(d.x[7])
+      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]), "r"(b.x[2]), "r"(b.x[3]));
+#else
+  uint32_t halves[2][2] = {{b.x[0], b.x[2]}, {b.x[1], b.x[3]}};
+  emu::wmma_mma(emu::Mma::bf16_16816, d, a, halves, site);
+#endif
+}
+
+DEVICE void wmma_mma_row_col(WmmaC& d, const WmmaA<fp16>& a, const WmmaB<fp16>& b MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19, %20, %21, %22, %23}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7};"
+      : "+f"(d.x[0]), "+f"(d.x[1]), "+f"(d.x[2]), "+f"(d.x[3]), "+f"(d.x[4]), "+f"(d.x[5]), "+f"(d.x[6]), "+f"(d.x[7])
+      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(a.x[4]), "r"(a.x[5]), "r"(a.x[6]), "r"(a.x[7]),
+        "r"(b.x[0]), "r"(b.x[1]), "r"(b.x[2]), "r"(b.x[3]), "r"(b.x[4]), "r"(b.x[5]), "r"(b.x[6]), "r"(b.x[7]));
+#else
+  uint32_t halves[2][2] = {{b.x[0], b.x[2]}, {b.x[1], b.x[3]}};
+  emu::wmma_mma(emu::Mma::f16_16816, d, a, halves, site);
+#endif
+}
+
+// The same with B as wmma_load_b_row gave it.
+DEVICE void wmma_mma_row_row(WmmaC& d, const WmmaA<bf16>& a, const WmmaB<bf16>& b MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "wmma.mma.sync.aligned.row.row.m16n16k16.f32.bf16.bf16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3, %4, %5, %6, %7};"
+      : "+f"(d.x[0]), "+f"(d.x[1]), "+f"(d.x[2]), "+f"(d.x[3]), "+f"(d.x[4]), "+f"(d.x[5]), "+f"(d.x[6]), "+f"(d.x[7])
+      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]), "r"(b.x[2]), "r"(b.x[3]));
+#else
+  uint32_t halves[2][2] = {{b.x[0], b.x[1]}, {b.x[2], b.x[3]}};
+  emu::wmma_mma(emu::Mma::bf16_16816, d, a, halves, site);
+#endif
+}
+
+DEVICE void wmma_mma_row_row(WmmaC& d, const WmmaA<fp16>& a, const WmmaB<fp16>& b MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "wmma.mma.sync.aligned.row.row.m16n16k16.f32.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19, %20, %21, %22, %23}, "
+      "{%0, %1, %2, %3, %4, %5, %6, %7};"
+      : "+f"(d.x[0]), "+f"(d.x[1]), "+f"(d.x[2]), "+f"(d.x[3]), "+f"(d.x[4]), "+f"(d.x[5]), "+f"(d.x[6]), "+f"(d.x[7])
+      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(a.x[4]), "r"(a.x[5]), "r"(a.x[6]), "r"(a.x[7]),
+        "r"(b.x[0]), "r"(b.x[1]), "r"(b.x[2]), "r"(b.x[3]), "r"(b.x[4]), "r"(b.x[5]), "r"(b.x[6]), "r"(b.x[7]));
+#else
+  uint32_t halves[2][2] = {{b.x[0], b.x[1]}, {b.x[2], b.x[3]}};
+  emu::wmma_mma(emu::Mma::f16_16816, d, a, halves, site);
+#endif
+}

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_wmma_hs_split(cons
   __syncthreads();
   WmmaA<T> q_regs[COLUMNS / 16];
 #pragma unroll
-  for (int k = 0; k < COLUMNS / 16; ++k) wmma_load_a(q_regs[k], &smem.kv[0][first_column + k * 16], HS + PAD);
+  for (int k = 0; k < COLUMNS / 16; ++k) wmma_load_a_row(q_regs[k], &smem.kv[0][first_column + k * 16], HS + PAD);
 
   const KeyRange block_keys = {visible_keys(args, first_query).begin, visible_keys(args, first_query + rows - 1).end};
   for (int tile = block_keys.begin; tile < block_keys.end; tile += Bc) {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_wmma_hs_split(cons
         wmma_load_b_col(k_regs, &smem.kv[n * 16][first_column + k * 16], HS + PAD);
         wmma_mma_row_col(s_regs, q_regs[k], k_regs);
       }
-      wmma_store_d(&smem.s_part[warp][0][n * 16], s_regs, Bc + PAD);
+      wmma_store_d_row(&smem.s_part[warp][0][n * 16], s_regs, Bc + PAD);
     }
     __syncthreads();  // all scores are there, and K has been read
 
@@ -117,18 +117,18 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_wmma_hs_split(cons
     __syncwarp();  // no other warp touches these columns
     WmmaA<T> p_regs[Bc / 16];
 #pragma unroll
-    for (int k = 0; k < Bc / 16; ++k) wmma_load_a(p_regs[k], &smem.p[0][k * 16], Bc + PAD);
+    for (int k = 0; k < Bc / 16; ++k) wmma_load_a_row(p_regs[k], &smem.p[0][k * 16], Bc + PAD);
 #pragma unroll
     for (int n = 0; n < COLUMNS / 16; ++n) {
       WmmaC o_regs;
-      wmma_load_c(o_regs, &smem.o[0][first_column + n * 16], HS + PAD);
+      wmma_load_c_row(o_regs, &smem.o[0][first_column + n * 16], HS + PAD);
 #pragma unroll
       for (int k = 0; k < Bc / 16; ++k) {
         WmmaB<T> v_regs;
         wmma_load_b_row(v_regs, &smem.kv[k * 16][first_column + n * 16], HS + PAD);
         wmma_mma_row_row(o_regs, p_regs[k], v_regs);
       }
-      wmma_store_d(&smem.o[0][first_column + n * 16], o_regs, HS + PAD);
+      wmma_store_d_row(&smem.o[0][first_column + n * 16], o_regs, HS + PAD);
     }
   }
   __syncthreads();

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_o_regs(const Prefi
   __syncthreads();
   WmmaA<T> q_regs[COLUMNS / 16];
 #pragma unroll
-  for (int k = 0; k < COLUMNS / 16; ++k) wmma_load_a(q_regs[k], &smem.kv[0][first_column + k * 16], HS + PAD);
+  for (int k = 0; k < COLUMNS / 16; ++k) wmma_load_a_row(q_regs[k], &smem.kv[0][first_column + k * 16], HS + PAD);
 
   float o_regs[COLUMNS / 8][4] = {};
 
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_o_regs(const Prefi
         wmma_load_b_col(k_regs, &smem.kv[n * 16][first_column + k * 16], HS + PAD);
         wmma_mma_row_col(s_regs, q_regs[k], k_regs);
       }
-      wmma_store_d(&smem.s_part[warp][0][n * 16], s_regs, Bc + PAD);
+      wmma_store_d_row(&smem.s_part[warp][0][n * 16], s_regs, Bc + PAD);
     }
     __syncthreads();  // all scores are there, and K has been read
 
@@ -138,9 +138,8 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_o_regs(const Prefi
 #pragma unroll
       for (int n = 0; n < COLUMNS / 8; ++n) {
         const int column = first_column + n * 8 + g;
-        const uint32_t v_regs[2] = {column_pair(smem.kv[j][column], smem.kv[j + 1][column]),
-                                    column_pair(smem.kv[j + 8][column], smem.kv[j + 9][column])};
-        mma_m16n8k16<T>(o_regs[n], p_regs, v_regs);
+        mma_m16n8k16<T>(o_regs[n], p_regs, column_pair(smem.kv[j][column], smem.kv[j + 1][column]),
+                        column_pair(smem.kv[j + 8][column], smem.kv[j + 9][column]));
       }
     }
   }

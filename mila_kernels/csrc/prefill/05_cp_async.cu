@@ -35,7 +35,7 @@ DEVICE void load_tile_async(T (&tile)[Bc][HS + PAD], const void* base, const int
   for (int i = threadIdx.x; i < Bc * VECTORS; i += blockDim.x) {
     const int j = i / VECTORS, column = i % VECTORS * 8;
     const T* source = row<T>(base, stride, batch, first + min(j, count - 1), head) + column;
-    cp_async_16(&tile[j][column], source, j < count ? 16 : 0);
+    cp_async_cg_zfill(smem_u32(&tile[j][column]), source, j < count ? 16 : 0);
   }
   cp_async_commit_group();
 }
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_cp_async(const Pre
   __syncthreads();
   WmmaA<T> q_regs[COLUMNS / 16];
 #pragma unroll
-  for (int k = 0; k < COLUMNS / 16; ++k) wmma_load_a(q_regs[k], &smem.v[0][first_column + k * 16], HS + PAD);
+  for (int k = 0; k < COLUMNS / 16; ++k) wmma_load_a_row(q_regs[k], &smem.v[0][first_column + k * 16], HS + PAD);
 
   float o_regs[COLUMNS / 8][4] = {};
 
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_cp_async(const Pre
         wmma_load_b_col(k_regs, &smem.k[n * 16][first_column + k * 16], HS + PAD);
         wmma_mma_row_col(s_regs, q_regs[k], k_regs);
       }
-      wmma_store_d(&smem.s_part[warp][0][n * 16], s_regs, Bc + PAD);
+      wmma_store_d_row(&smem.s_part[warp][0][n * 16], s_regs, Bc + PAD);
     }
     __syncthreads();  // all scores are there, and K has been read
 
@@ -148,9 +148,8 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_cp_async(const Pre
 #pragma unroll
       for (int n = 0; n < COLUMNS / 8; ++n) {
         const int column = first_column + n * 8 + g;
-        const uint32_t v_regs[2] = {column_pair(smem.v[j][column], smem.v[j + 1][column]),
-                                    column_pair(smem.v[j + 8][column], smem.v[j + 9][column])};
-        mma_m16n8k16<T>(o_regs[n], p_regs, v_regs);
+        mma_m16n8k16<T>(o_regs[n], p_regs, column_pair(smem.v[j][column], smem.v[j + 1][column]),
+                        column_pair(smem.v[j + 8][column], smem.v[j + 9][column]));
       }
     }
   }

@@ -35,7 +35,7 @@ DEVICE void load_tile_async(T (&tile)[Bc][HS + PAD], const void* base, const int
   for (int i = threadIdx.x; i < Bc * VECTORS; i += blockDim.x) {
     const int j = i / VECTORS, column = i % VECTORS * 8;
     const T* source = row<T>(base, stride, batch, first + min(j, count - 1), head) + column;
-    cp_async_16(&tile[j][column], source, j < count ? 16 : 0);
+    cp_async_cg_zfill(smem_u32(&tile[j][column]), source, j < count ? 16 : 0);
   }
   cp_async_commit_group();
 }
@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_qk_mma(const Prefi
 #pragma unroll
       for (int k = 0; k < COLUMNS / 16; ++k) {
         const int column = first_column + k * 16 + 2 * t;
-        const uint32_t k_regs[2] = {row_pair(smem.k[n + g][column]), row_pair(smem.k[n + g][column + 8])};
-        mma_m16n8k16<T>(s_regs, q_regs[k], k_regs);
+        mma_m16n8k16<T>(s_regs, q_regs[k], row_pair(smem.k[n + g][column]), row_pair(smem.k[n + g][column + 8]));
       }
       *reinterpret_cast<float2*>(&smem.s_part[warp][g][n + 2 * t]) = make_float2(s_regs[0], s_regs[1]);
       *reinterpret_cast<float2*>(&smem.s_part[warp][g + 8][n + 2 * t]) = make_float2(s_regs[2], s_regs[3]);
@@ -153,9 +152,8 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_qk_mma(const Prefi
 #pragma unroll
       for (int n = 0; n < COLUMNS / 8; ++n) {
         const int column = first_column + n * 8 + g;
-        const uint32_t v_regs[2] = {column_pair(smem.v[j][column], smem.v[j + 1][column]),
-                                    column_pair(smem.v[j + 8][column], smem.v[j + 9][column])};
-        mma_m16n8k16<T>(o_regs[n], p_regs, v_regs);
+        mma_m16n8k16<T>(o_regs[n], p_regs, column_pair(smem.v[j][column], smem.v[j + 1][column]),
+                        column_pair(smem.v[j + 8][column], smem.v[j + 9][column]));
       }
     }
   }

@@ -34,7 +34,7 @@ DEVICE void load_tile_async(T (&tile)[Bc][HS + PAD], const void* base, const int
   for (int i = threadIdx.x; i < Bc * VECTORS; i += blockDim.x) {
     const int j = i / VECTORS, column = i % VECTORS * 8;
     const T* source = row<T>(base, stride, batch, first + min(j, count - 1), head) + column;
-    cp_async_16(&tile[j][column], source, j < count ? 16 : 0);
+    cp_async_cg_zfill(smem_u32(&tile[j][column]), source, j < count ? 16 : 0);
   }
   cp_async_commit_group();
 }
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_ldmatrix(const Pre
   uint32_t q_regs[COLUMNS / 16][4];
 #pragma unroll
   for (int k = 0; k < COLUMNS / 16; ++k)
-    ldmatrix_x4(q_regs[k], &smem.v[tile_row()][first_column + k * 16 + tile_column()]);
+    ldmatrix_x4(q_regs[k], smem_u32(&smem.v[tile_row()][first_column + k * 16 + tile_column()]));
 
   float o_regs[COLUMNS / 8][4] = {};
   float row_max[ROWS], row_sum[ROWS];  // of the rows whose softmax this lane shares
@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_ldmatrix(const Pre
 #pragma unroll
       for (int k = 0; k < COLUMNS / 16; ++k) {
         uint32_t k_regs[4];
-        ldmatrix_x4(k_regs, &smem.k[n + tile_row()][first_column + k * 16 + tile_column()]);
-        mma_m16n8k16<T>(s_regs[0], q_regs[k], {k_regs[0], k_regs[2]});
-        mma_m16n8k16<T>(s_regs[1], q_regs[k], {k_regs[1], k_regs[3]});
+        ldmatrix_x4(k_regs, smem_u32(&smem.k[n + tile_row()][first_column + k * 16 + tile_column()]));
+        mma_m16n8k16<T>(s_regs[0], q_regs[k], k_regs[0], k_regs[2]);
+        mma_m16n8k16<T>(s_regs[1], q_regs[k], k_regs[1], k_regs[3]);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -144,13 +144,13 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_ldmatrix(const Pre
 #pragma unroll
     for (int k = 0; k < Bc; k += 16) {
       uint32_t p_regs[4];
-      ldmatrix_x4(p_regs, &smem.p[tile_row()][k + tile_column()]);
+      ldmatrix_x4(p_regs, smem_u32(&smem.p[tile_row()][k + tile_column()]));
 #pragma unroll
       for (int n = 0; n < COLUMNS / 8; n += 2) {
         uint32_t v_regs[4];
-        ldmatrix_x4_trans(v_regs, &smem.v[k + tile_row()][first_column + n * 8 + tile_column()]);
-        mma_m16n8k16<T>(o_regs[n], p_regs, {v_regs[0], v_regs[1]});
-        mma_m16n8k16<T>(o_regs[n + 1], p_regs, {v_regs[2], v_regs[3]});
+        ldmatrix_x4_trans(v_regs, smem_u32(&smem.v[k + tile_row()][first_column + n * 8 + tile_column()]));
+        mma_m16n8k16<T>(o_regs[n], p_regs, v_regs[0], v_regs[1]);
+        mma_m16n8k16<T>(o_regs[n + 1], p_regs, v_regs[2], v_regs[3]);
       }
     }
   }

@@ -43,15 +43,15 @@ DEVICE T* row(void* base, const int64_t (&stride)[3], int batch, int token, int 
 }
 
 // Calls f<T, HS>() for the args' element type and the smallest HS of 64, 128, 256, 512 that holds head_dim.
-template <typename T, typename F>
-const char* with_head_dim(const PrefillArgs& args, F f) {
+template <typename T, typename Args, typename F>
+const char* with_head_dim(const Args& args, F f) {
   if (args.head_dim <= 64) return f.template operator()<T, 64>();
   if (args.head_dim <= 128) return f.template operator()<T, 128>();
   if (args.head_dim <= 256) return f.template operator()<T, 256>();
   return f.template operator()<T, 512>();
 }
 
-template <typename F>
-const char* dispatch(const PrefillArgs& args, F f) {
+template <typename Args, typename F>
+const char* dispatch(const Args& args, F f) {
   return args.dtype == DTYPE_FP16 ? with_head_dim<fp16>(args, f) : with_head_dim<bf16>(args, f);
 }

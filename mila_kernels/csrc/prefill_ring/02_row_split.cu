@@ -1,0 +1,223 @@
+// Change: rows split over the warps, as in FlashAttention-2: at head dim 256 a warp holds O of 16 rows in its registers,
+//   and Q too, so scores, softmax and P never leave them. The query heads of a KV head are packed into the rows of a
+//   block; K and V come two tiles ahead into swizzled buffers; one exponential a score, with the scale folded into its
+//   argument; O is rescaled only when a maximum grew by more than 2^8; only the band's edge tiles are masked.
+// Prediction: one barrier a tile in place of three, no partial scores. A warp reads all of K and V from shared memory: 64
+//   KB a tile of 32 keys and 64 rows at 128 bytes a clock is as long as its products on mma.sync, so about two thirds of
+//   that rate: 300 TFLOP/s on the H200, over four times the step before.
+// Measured: not yet.
+// Verdict: not yet.
+// Head dims: 64 128 256
+// Alignment: 16
+#include "../ptx.cuh"
+#include "args.cuh"
+
+constexpr int WARPS = 4;        // a block, 16 rows each
+constexpr int BLOCKS = 2;       // an SM, where its shared memory allows
+constexpr int Br = WARPS * 16;  // rows a block: tokens x query heads of one KV head
+constexpr int Bc = 32;          // keys a tile
+constexpr int STAGES = 2;       // tiles of K and V in shared memory
+constexpr float LOG2_E = 1.44269504f;
+constexpr float STALE = 8.0f;  // how far, as a power of 2, a score may pass the maximum that O is scaled by
+
+template <typename T, int HS>
+struct Tiles {
+  T k[STAGES][Bc][HS];
+  T v[STAGES][Bc][HS];
+};
+
+template <typename T, int HS>
+union Smem {
+  T q[Br][HS];  // before the first tile
+  Tiles<T, HS> tiles;
+  T o[Br][HS];  // after the last
+};
+
+// Where the 16-byte vector at `column` of a row is kept, so that neighbouring rows of one column lie in different banks.
+DEVICE int swizzle(int row, int column) { return column ^ (row % 8 * 8); }
+
+// Starts the copy of ring rows from slot `first` on, and of zeros after `count` rows: 0 times what was there must be 0.
+template <typename T, int HS>
+DEVICE void load_tile_async(T (&tile)[Bc][HS], const void* base, const int64_t (&stride)[3], int batch, int first, int head,
+                            int count, int capacity) {
+  constexpr int VECTORS = HS / 8;  // of 16 bytes, in a row
+#pragma unroll
+  for (int i = threadIdx.x; i < Bc * VECTORS; i += WARPS * WARP) {
+    const int j = i / VECTORS, column = i % VECTORS * 8;
+    const int slot = first + min(j, count - 1);
+    const T* source = row<T>(base, stride, batch, slot < capacity ? slot : slot - capacity, head) + column;
+    cp_async_cg_zfill(smem_u32(&tile[j][swizzle(j, column)]), source, j < count ? 16 : 0);
+  }
+}
+
+template <typename T, int HS>
+__global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(const PrefillRingArgs args) {
+  constexpr int VECTORS = HS / 8;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int g = lane / 4, t = lane % 4;  // an accumulator holds rows g and g + 8, columns 2t and 2t + 1
+  const int tile_row = lane % 16, tile_column = lane / 16 * 8;  // of a 16 x 16 tile, for ldmatrix.x4
+  const int kv_head = blockIdx.y, batch = blockIdx.z, group = args.q_heads / args.kv_heads;
+  const int first_row = blockIdx.x * Br, rows = min(Br, args.q_len * group - first_row);
+  Smem<T, HS>& smem = dynamic_smem<Smem<T, HS>>();
+  Tiles<T, HS>& tiles = smem.tiles;
+
+  // Row r of the block is one query head of one token.
+  const auto token = [&](int r) { return (first_row + min(r, rows - 1)) / group; };
+  const auto head = [&](int r) { return kv_head * group + (first_row + min(r, rows - 1)) % group; };
+
+  for (int i = threadIdx.x; i < Br * VECTORS; i += WARPS * WARP) {
+    const int r = i / VECTORS, column = i % VECTORS * 8;
+    cp_async_cg(smem_u32(&smem.q[r][swizzle(r, column)]),
+                row<T>(args.q, args.q_stride, batch, token(r), head(r)) + column);
+  }
+  cp_async_wait_all();
+  __syncthreads();
+  uint32_t q_regs[HS / 16][4];
+  const uint32_t sign = args.scale < 0.0f ? 0x80008000u : 0u;  // the maximum is taken before the scale, which must be > 0
+#pragma unroll
+  for (int k = 0; k < HS / 16; ++k) {
+    const int r = warp * 16 + tile_row;
+    ldmatrix_x4(q_regs[k], smem_u32(&smem.q[r][swizzle(r, k * 16 + tile_column)]));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q_regs[k][i] ^= sign;
+  }
+  __syncthreads();
+  const float scale = fmaxf(fabsf(args.scale), 1e-30f);  // 0 times -inf would be NaN
+  const float scale_log2 = scale * LOG2_E;
+
+  const int position = first_position(args, batch);
+  const KeyRange oldest_keys = visible_positions(args, position + token(0));
+  const KeyRange newest_keys = visible_positions(args, position + token(Br - 1));
+  const KeyRange block_keys = {oldest_keys.begin, newest_keys.end};
+
+  const auto load_tiles = [&](int tile, int stage) {  // one group, empty after the last tile
+    if (tile < block_keys.end) {
+      const int slot = tile % args.capacity, count = min(Bc, block_keys.end - tile);
+      load_tile_async<T, HS>(tiles.k[stage], args.k, args.k_stride, batch, slot, kv_head, count, args.capacity);
+      load_tile_async<T, HS>(tiles.v[stage], args.v, args.v_stride, batch, slot, kv_head, count, args.capacity);
+    }
+    cp_async_commit_group();
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) load_tiles(block_keys.begin + stage * Bc, stage);
+
+  float o_regs[HS / 8][4] = {};
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};  // of the unscaled scores; the sum of this lane's keys
+  int stage = 0;
+  for (int tile = block_keys.begin; tile < block_keys.end; tile += Bc) {
+    cp_async_wait_group<STAGES - 2>();
+    __syncthreads();  // this tile is there, and the last one has been read
+    load_tiles(tile + (STAGES - 1) * Bc, stage == 0 ? STAGES - 1 : stage - 1);
+
+    float s_regs[Bc / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < HS / 16; ++k) {
+#pragma unroll
+      for (int n = 0; n < Bc; n += 16) {
+        uint32_t k_regs[4];
+        ldmatrix_x4(k_regs, smem_u32(&tiles.k[stage][n + tile_row][swizzle(tile_row, k * 16 + tile_column)]));
+        mma_m16n8k16<T>(s_regs[n / 8], q_regs[k], k_regs[0], k_regs[2]);
+        mma_m16n8k16<T>(s_regs[n / 8 + 1], q_regs[k], k_regs[1], k_regs[3]);
+      }
+    }
+
+    if (tile < newest_keys.begin || tile + Bc > oldest_keys.end) {  // not all rows see all of the tile
+      const KeyRange keys[2] = {visible_positions(args, position + token(warp * 16 + g)),
+                                visible_positions(args, position + token(warp * 16 + g + 8))};
+#pragma unroll
+      for (int n = 0; n < Bc / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = tile + n * 8 + 2 * t + i % 2;
+          if (key < keys[i / 2].begin || key >= keys[i / 2].end) s_regs[n][i] = -INFINITY;
+        }
+    }
+    float new_max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < Bc / 8; ++n) {
+      new_max[0] = fmaxf(new_max[0], fmaxf(s_regs[n][0], s_regs[n][1]));
+      new_max[1] = fmaxf(new_max[1], fmaxf(s_regs[n][2], s_regs[n][3]));
+    }
+    new_max[0] = warp_max<4>(new_max[0]);  // the 4 lanes that share the row
+    new_max[1] = warp_max<4>(new_max[1]);
+    const bool grew = (new_max[0] - row_max[0]) * scale_log2 > STALE || (new_max[1] - row_max[1]) * scale_log2 > STALE;
+    if (__any_sync(ALL_LANES, grew)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        new_max[half] = fmaxf(new_max[half], row_max[half]);
+        const float rescale = new_max[half] == -INFINITY ? 1.0f : exp2f((row_max[half] - new_max[half]) * scale_log2);
+        row_max[half] = new_max[half];
+        row_sum[half] *= rescale;
+#pragma unroll
+        for (int n = 0; n < HS / 8; ++n) {
+          o_regs[n][2 * half] *= rescale;
+          o_regs[n][2 * half + 1] *= rescale;
+        }
+      }
+    }
+
+    // While no key was visible the maximum is -inf, and exp2(-inf - -inf) would be NaN.
+    const float shift[2] = {row_max[0] == -INFINITY ? 0.0f : row_max[0] * scale_log2,
+                            row_max[1] == -INFINITY ? 0.0f : row_max[1] * scale_log2};
+#pragma unroll
+    for (int n = 0; n < Bc / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s_regs[n][i] = ex2_approx_ftz(s_regs[n][i] * scale_log2 - shift[i / 2]);
+        row_sum[i / 2] += s_regs[n][i];
+      }
+
+#pragma unroll
+    for (int k = 0; k < Bc / 16; ++k) {
+      // Two accumulators of 8 keys are the A fragment of 16.
+      const uint32_t p_regs[4] = {
+          pack2<T>(s_regs[2 * k][0], s_regs[2 * k][1]), pack2<T>(s_regs[2 * k][2], s_regs[2 * k][3]),
+          pack2<T>(s_regs[2 * k + 1][0], s_regs[2 * k + 1][1]), pack2<T>(s_regs[2 * k + 1][2], s_regs[2 * k + 1][3])};
+#pragma unroll
+      for (int n = 0; n < HS / 8; n += 2) {
+        uint32_t v_regs[4];
+        ldmatrix_x4_trans(v_regs, smem_u32(&tiles.v[stage][k * 16 + tile_row][swizzle(tile_row, n * 8 + tile_column)]));
+        mma_m16n8k16<T>(o_regs[n], p_regs, v_regs[0], v_regs[1]);
+        mma_m16n8k16<T>(o_regs[n + 1], p_regs, v_regs[2], v_regs[3]);
+      }
+    }
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+  }
+  cp_async_wait_all();
+  __syncthreads();  // the last tile has been read: O may take its place
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = warp * 16 + g + 8 * half;
+    const float sum = warp_sum<4>(row_sum[half]), inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+    for (int n = 0; n < HS / 8; ++n)
+      *reinterpret_cast<uint32_t*>(&smem.o[r][swizzle(r, n * 8) + 2 * t]) =
+          pack2<T>(o_regs[n][2 * half] * inverse, o_regs[n][2 * half + 1] * inverse);
+    if (args.lse && t == 0 && r < rows)
+      args.lse[(static_cast<int64_t>(batch) * args.q_heads + head(r)) * args.q_len + token(r)] =
+          row_max[half] * scale + logf(sum);
+  }
+  __syncwarp();  // a warp stores its own rows, 16 bytes a lane
+  for (int i = lane; i < 16 * VECTORS; i += WARP) {
+    const int r = warp * 16 + i / VECTORS, column = i % VECTORS * 8;
+    if (r < rows)
+      *reinterpret_cast<uint4*>(row<T>(args.o, args.o_stride, batch, token(r), head(r)) + column) =
+          *reinterpret_cast<const uint4*>(&smem.o[r][swizzle(r, column)]);
+  }
+}
+
+template <typename T>
+const char* launch_with(const PrefillRingArgs& args, cudaStream_t stream) {
+  const dim3 grid(ceil_div(args.q_len * (args.q_heads / args.kv_heads), Br), args.kv_heads, args.batch);
+  const auto run = [&]<int HS>() {
+    return launch(prefill_ring_row_split<T, HS>, grid, WARPS * WARP, sizeof(Smem<T, HS>), stream, args);
+  };
+  if (args.head_dim == 64) return run.template operator()<64>();
+  if (args.head_dim == 128) return run.template operator()<128>();
+  return run.template operator()<256>();
+}
+
+extern "C" const char* launch_step(const PrefillRingArgs* args, cudaStream_t stream) {
+  return args->dtype == DTYPE_FP16 ? launch_with<fp16>(*args, stream) : launch_with<bf16>(*args, stream);
+}

@@ -1,0 +1,31 @@
+// What every prefill_ring step is launched with. Mirrored by PrefillRingArgs in mila_kernels/prefill_ring.py.
+#pragma once
+
+#include "../prefill/args.cuh"
+
+// q and o [batch, q_len, q_heads, head_dim], k and v [batch, capacity, kv_heads, head_dim]: rings in which position p
+// lives in slot p % capacity, each with its strides in elements and a contiguous head dim; lse [batch, q_heads, q_len] in
+// natural log, or null. A sequence has `length` positions, these queries' included: query i sits at position
+// length - q_len + i and sees the keys of [max(0, position - window + 1), position]. All of them must be in the ring.
+struct PrefillRingArgs {
+  const void* q;
+  const void* k;
+  const void* v;
+  void* o;
+  float* lse;
+  const int32_t* lengths;  // a sequence's own length [batch], or null: `length` holds for all
+  int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];  // batch, token or slot, head
+  int32_t batch, q_len, length, capacity, q_heads, kv_heads, head_dim;
+  int32_t window;  // keys seen, the current one included; 0: no window
+  int32_t dtype;   // Dtype of q, k, v, o
+  float scale;
+};
+
+DEVICE int first_position(const PrefillRingArgs& args, int batch) {
+  return (args.lengths ? args.lengths[batch] : args.length) - args.q_len;
+}
+
+// The positions that the query at `position` sees.
+DEVICE KeyRange visible_positions(const PrefillRingArgs& args, int position) {
+  return {args.window > 0 ? max(0, position - args.window + 1) : 0, max(0, position + 1)};
+}
