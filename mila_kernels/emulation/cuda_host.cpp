@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -163,18 +164,28 @@ struct Copy {  // a cp.async that has been issued
   const void* source;
   uint32_t offset;  // in the block's shared memory
   uint16_t bytes, source_bytes;
-  Place place;
 };
 
 struct Warp;
-struct Block;
 struct Worker;
+struct Shadow;
+
+struct Snapshot {  // what the threads that left one barrier know of everybody: shared, never changed
+  uint32_t references, mark;
+  uint32_t clocks[2 * MAX_THREADS];
+};
 
 struct Thread {
   void* sp;
   char* stack_low;
   char* stack_high;
+  char* window;
   Worker* worker;
+  Snapshot* known;
+  uint32_t clock;                      // its own time, which passes at barriers
+  uint32_t copies_issued, copies_over;  // the time of its cp.async agent: as issued, and as waited for
+  uint32_t proven;                     // an epoch that it is known to come after
+  bool checking;
   Warp* warp;
   uint32_t linear, lane;
   uint3 index;
@@ -201,6 +212,11 @@ struct Warp {
   Pending pending[WARP_LANES];
 };
 
+struct Segment {  // of the step's library, in memory
+  uintptr_t low, high;
+  bool writable;
+};
+
 struct Launch {
   EmuConfig config;
   dim3 grid, block;
@@ -210,12 +226,37 @@ struct Launch {
   size_t body_bytes;
   uint64_t blocks, stride, first;
   uint32_t block_threads, block_warps;
-  std::string library;  // of the step
-  uintptr_t library_base;
+  uintptr_t library_base;  // of the step
+  std::vector<Segment> segments;
   std::atomic<uint64_t> next{0};
   std::atomic<bool> failed{false};
   std::mutex mutex;
   std::string report;
+};
+
+// Epochs: when an agent did something. Agents 0 to n - 1 are the block's n threads; agent n + i makes the cp.async copies
+// of thread i, so that a copy is ordered after its issue and before what follows its wait, and with nothing between.
+constexpr uint32_t CLOCK_BITS = 20, MAX_CLOCK = (1u << CLOCK_BITS) - 1;
+constexpr uint32_t ATOMIC = 0x80000000u;  // in a write's place: made by an atomic
+
+// Those who read some bytes of a 4-byte word: the lanes `mask` of a warp, at one time of theirs.
+struct Readers {
+  uint32_t key;  // warp, bytes, clock
+  uint32_t mask, place, next;
+};
+struct ReadWord {
+  uint32_t generation;
+  Readers last;  // `next` leads to the others, in Shadow::more
+};
+
+// What is known of every byte of shared memory.
+struct Shadow {
+  uint32_t written[WINDOW_BYTES];        // epoch of the last write; 0: none
+  uint32_t written_place[WINDOW_BYTES];  // offset of its code in the step's library
+  ReadWord read[WINDOW_BYTES / 4];
+  // After a barrier of the whole block everybody knows of every read before it: they are forgotten at once.
+  uint32_t generation = 0;
+  std::vector<Readers> more;
 };
 
 struct Worker {
@@ -237,7 +278,11 @@ struct Worker {
   int vote_result;
   Place barrier_place;
   uint32_t barrier_first;
-  std::string text;
+  // Check mode.
+  std::unique_ptr<Shadow> shadow;
+  std::vector<std::unique_ptr<Snapshot>> snapshots;
+  std::vector<Snapshot*> free_snapshots;
+  uint32_t snapshot_mark = 0;
 
   Worker();
   ~Worker();
@@ -274,7 +319,10 @@ char* map_window() {
   return window;
 }
 
-Worker::Worker() : threads(MAX_THREADS), warps(MAX_WARPS) { window = map_window(); }
+Worker::Worker() : threads(MAX_THREADS), warps(MAX_WARPS) {
+  window = map_window();
+  for (Thread& t : threads) t.window = window;
+}
 
 Worker::~Worker() {
   munmap(window, WINDOW_BYTES);
@@ -340,9 +388,19 @@ std::string code(uintptr_t pc) {
   return text;
 }
 
+// "a/b/../c" is "a/c".
+std::string short_path(const char* path) {
+  std::string text(path);
+  for (size_t up; (up = text.find("/../")) != std::string::npos && up > 0;) {
+    const size_t parent = text.rfind('/', up - 1);
+    text.erase(parent == std::string::npos ? 0 : parent + 1, up + 4 - (parent == std::string::npos ? 0 : parent + 1));
+  }
+  return text;
+}
+
 std::string where(const Place& place) {
   std::string text;
-  if (place.site.file) append(text, "%s:%d ", place.site.file, place.site.line);
+  if (place.site.file) append(text, "%s:%d, called at ", short_path(place.site.file).c_str(), place.site.line);
   return text + code(place.pc);
 }
 
@@ -366,6 +424,311 @@ void finish_report(Worker& w, const std::string& text) {
   finish_report(*t.worker, text);
   emu_switch(&t.sp, t.worker->main_sp);
   __builtin_unreachable();
+}
+
+bool in_window(const Worker& w, const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(w.window) < WINDOW_BYTES;
+}
+
+bool in_stacks(const Worker& w, const void* pointer) {
+  for (auto [low, high] : w.stack_regions)
+    if (pointer >= low && pointer < high) return true;
+  return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Check mode: who knows of what. A thread knows of what others did before the last barrier they shared; it carries a
+// clock for every agent, in a snapshot that all threads leaving a barrier share, so that a barrier of the whole block
+// costs one pass. Barriers and __syncwarp join clocks; shuffles, votes and mma order nothing.
+
+Snapshot* new_snapshot(Worker& w) {
+  if (w.free_snapshots.empty()) {
+    w.snapshots.push_back(std::make_unique<Snapshot>());
+    w.free_snapshots.push_back(w.snapshots.back().get());
+  }
+  Snapshot* s = w.free_snapshots.back();
+  w.free_snapshots.pop_back();
+  s->references = 0;
+  s->mark = 0;
+  return s;
+}
+
+void know(Worker& w, Thread& t, Snapshot* s) {
+  if (t.known && --t.known->references == 0) w.free_snapshots.push_back(t.known);
+  t.known = s;
+  if (s) ++s->references;
+}
+
+// The threads `first`, next(first) ... meet: each comes to know what any of them knew or did.
+template <typename Members>
+void join(Worker& w, Members members) {
+  const uint32_t count = w.launch->block_threads;
+  Snapshot* joined = new_snapshot(w);
+  const uint32_t mark = ++w.snapshot_mark;
+  bool first = true;
+  members([&](Thread& t) {
+    if (t.known->mark == mark) return;
+    t.known->mark = mark;
+    if (first)
+      memcpy(joined->clocks, t.known->clocks, 2 * count * sizeof(uint32_t));
+    else
+      for (uint32_t i = 0; i < 2 * count; ++i) joined->clocks[i] = std::max(joined->clocks[i], t.known->clocks[i]);
+    first = false;
+  });
+  members([&](Thread& t) {
+    joined->clocks[t.linear] = t.clock;
+    joined->clocks[count + t.linear] = t.copies_over;
+    if (++t.clock > MAX_CLOCK) report("check mode follows a thread through 2^20 barriers, not more");
+  });
+  members([&](Thread& t) { know(w, t, joined); });
+}
+
+uint32_t epoch_of(uint32_t agent, uint32_t clock) { return agent << CLOCK_BITS | clock; }
+
+bool comes_after(const Thread& t, uint32_t epoch) {
+  const uint32_t agent = epoch >> CLOCK_BITS, clock = epoch & MAX_CLOCK, count = t.worker->launch->block_threads;
+  if (agent == t.linear) return true;
+  if (agent == count + t.linear) return clock <= t.copies_over;
+  return t.known->clocks[agent] >= clock;
+}
+
+std::string library_code(const Worker& w, uint32_t place) {
+  return code(w.launch->library_base + (place & ~ATOMIC));
+}
+
+std::string at_offset(unsigned bytes, uint32_t offset) {
+  std::string text;
+  append(text, "%u byte%s at offset %u of shared memory", bytes, bytes == 1 ? "" : "s", offset);
+  return text;
+}
+
+// `verb`: what t does now, to bytes of which `epoch` is the last write, unknown to t.
+[[noreturn]] __attribute__((noinline, cold)) void report_after_write(Thread& t, const char* verb, uint32_t offset,
+                                                                      unsigned bytes, uint32_t byte, uintptr_t pc) {
+  Worker& w = *t.worker;
+  const uint32_t epoch = w.shadow->written[byte], agent = epoch >> CLOCK_BITS, count = w.launch->block_threads;
+  const std::string now = who(t) + " " + verb + " " + at_offset(bytes, offset) + " at " + code(pc);
+  const std::string then = library_code(w, w.shadow->written_place[byte]);
+  if (agent < count)
+    report("race: " + now + "; " + who(w.threads[agent]) + " wrote there at " + then + " and no barrier is between");
+  const Thread& owner = w.threads[agent - count];
+  if ((epoch & MAX_CLOCK) > owner.copies_over)
+    report("in flight: " + now + " while a cp.async by " + who(owner) + " to there is in flight, issued at " + then);
+  report("race: " + now + "; the cp.async by " + who(owner) + " to there, issued at " + then +
+         ", was waited for, but no barrier is between");
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void report_after_read(Thread& t, const char* verb, uint32_t offset,
+                                                                     unsigned bytes, uint32_t reader, uint32_t place,
+                                                                     uintptr_t pc) {
+  Worker& w = *t.worker;
+  report("race: " + who(t) + " " + verb + " " + at_offset(bytes, offset) + " at " + code(pc) + "; " +
+         who(w.threads[reader]) + " read there at " + library_code(w, place) + " and no barrier is between");
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void report_unwritten(Thread& t, uint32_t offset, unsigned bytes,
+                                                                    uintptr_t pc) {
+  report("uninitialised: " + who(t) + " reads " + at_offset(bytes, offset) + ", which nobody wrote, at " + code(pc));
+}
+
+void add_reader(Thread& t, uint32_t word, uint32_t bytes, uint32_t place) {
+  Shadow& shadow = *t.worker->shadow;
+  ReadWord& cell = shadow.read[word];
+  const uint32_t key = (t.linear / 32) << 24 | bytes << 20, lane = 1u << t.lane;
+  // The clock is compared beside the key: both together would not fit 32 bits with room for more warps.
+  if (cell.generation != shadow.generation) {
+    cell.generation = shadow.generation;
+    cell.last = {key | t.clock, lane, place, 0};
+    return;
+  }
+  if (cell.last.key == (key | t.clock)) {
+    cell.last.mask |= lane;
+    cell.last.place = place;
+    return;
+  }
+  for (uint32_t i = cell.last.next; i; i = shadow.more[i].next) {
+    Readers& r = shadow.more[i];
+    if (r.key != (key | t.clock)) continue;
+    std::swap(r.key, cell.last.key);  // the latest warp first: its other lanes come next
+    std::swap(r.mask, cell.last.mask);
+    std::swap(r.place, cell.last.place);
+    cell.last.mask |= lane;
+    cell.last.place = place;
+    return;
+  }
+  shadow.more.push_back(cell.last);
+  cell.last = {key | t.clock, lane, place, static_cast<uint32_t>(shadow.more.size() - 1)};
+}
+
+template <typename F>
+void each_word(uint32_t offset, unsigned bytes, F f) {
+  const uint32_t end = offset + bytes;
+  for (uint32_t word = offset / 4; word * 4 < end; ++word) {
+    const uint32_t low = std::max(offset, word * 4), high = std::min(end, word * 4 + 4);
+    f(word, ((1u << (high - low)) - 1) << (low - word * 4));
+  }
+}
+
+uint32_t place_of(const Thread& t, uintptr_t pc) { return static_cast<uint32_t>(pc - t.worker->launch->library_base) & ~ATOMIC; }
+
+inline void shared_read(Thread& t, uint32_t offset, unsigned bytes, uintptr_t pc) {
+  Shadow& shadow = *t.worker->shadow;
+  const uint32_t* written = &shadow.written[offset];
+  const uint32_t epoch = written[0];
+  uint32_t differ = epoch ^ t.proven;
+  for (unsigned i = 1; i < bytes; ++i) differ |= written[i] ^ epoch;
+  if (differ) {
+    for (unsigned i = 0; i < bytes; ++i) {
+      if (!written[i]) report_unwritten(t, offset, bytes, pc);
+      if (!comes_after(t, written[i])) report_after_write(t, "reads", offset, bytes, offset + i, pc);
+    }
+    t.proven = epoch;
+  }
+  const uint32_t place = place_of(t, pc);
+  if (bytes >= 4 && offset % 4 == 0) {
+    for (uint32_t word = offset / 4; word < (offset + bytes) / 4; ++word) add_reader(t, word, 15, place);
+    if (bytes % 4 == 0) return;
+    bytes %= 4, offset = (offset + bytes) / 4 * 4;
+  }
+  each_word(offset, bytes, [&](uint32_t word, uint32_t mask) { add_reader(t, word, mask, place); });
+}
+
+// A write by the agent and at the time of `epoch`, on behalf of t. `place` may carry ATOMIC.
+void shared_write(Thread& t, uint32_t offset, unsigned bytes, uint32_t epoch, const char* verb, uint32_t atomic,
+                  uintptr_t pc) {
+  Worker& w = *t.worker;
+  Shadow& shadow = *w.shadow;
+  const uint32_t place = place_of(t, pc) | atomic;
+  for (uint32_t i = offset; i < offset + bytes; ++i) {
+    const uint32_t before = shadow.written[i];
+    if (before && before != t.proven && !(shadow.written_place[i] & atomic)) {
+      if (!comes_after(t, before)) report_after_write(t, verb, offset, bytes, i, pc);
+      t.proven = before;
+    }
+    shadow.written[i] = epoch;
+    shadow.written_place[i] = place;
+  }
+  each_word(offset, bytes, [&](uint32_t word, uint32_t mask) {
+    ReadWord& cell = shadow.read[word];
+    if (cell.generation != shadow.generation) return;
+    for (const Readers* r = &cell.last;; r = &shadow.more[r->next]) {
+      if (r->key >> 20 & mask) {
+        const uint32_t first = r->key >> 24 << 5;
+        for (uint32_t lanes = r->mask; lanes; lanes &= lanes - 1) {
+          const uint32_t reader = first + static_cast<uint32_t>(__builtin_ctz(lanes));
+          if (!comes_after(t, epoch_of(reader, r->key & MAX_CLOCK)))
+            report_after_read(t, verb, offset, bytes, reader, r->place, pc);
+        }
+      }
+      if (!r->next) break;
+    }
+    if (mask == 15) cell.generation = shadow.generation - 1;  // all of them are before this write
+  });
+}
+
+// Memory that is neither shared nor the thread's own stack.
+__attribute__((noinline)) void other_access(Thread& t, uintptr_t address, unsigned bytes, bool write, uintptr_t pc) {
+  Worker& w = *t.worker;
+  const Launch& launch = *w.launch;
+  const EmuConfig& config = launch.config;
+  const EmuBuffer* nearest = nullptr;
+  uint64_t distance = UINT64_MAX;
+  for (uint64_t i = 0; i < config.buffer_count; ++i) {
+    const EmuBuffer& b = config.buffers[i];
+    const auto low = reinterpret_cast<uintptr_t>(b.data);
+    if (address - low < b.bytes && b.bytes - (address - low) >= bytes && (!write || b.writable)) return;
+    const bool inside = address + bytes > low && address < low + b.bytes;
+    const uint64_t away = inside ? 0 : address < low ? low - address : address - (low + b.bytes) + 1;
+    if (away < distance) distance = away, nearest = &b;
+  }
+  const auto pack = reinterpret_cast<uintptr_t>(launch.body);
+  if (!write && address - pack < launch.body_bytes) return;
+  for (const Segment& s : launch.segments)
+    if (address >= s.low && address + bytes <= s.high && (!write || s.writable)) return;
+  const char* verb = write ? "writes" : "reads";
+  const auto* pointer = reinterpret_cast<const void*>(address);
+  std::string text;
+  if (in_stacks(w, pointer)) {
+    append(text, "local memory: %s %s %u bytes of another thread's local memory", who(t).c_str(), verb, bytes);
+    report(text + " at " + code(pc));
+  }
+  if (!config.buffers) return;
+  append(text, "%s: %s %s %u bytes at %p", nearest && distance == 0 && nearest->writable < int{write} ? "read-only" : "out of bounds",
+         who(t).c_str(), verb, bytes, pointer);
+  if (nearest) {
+    const auto low = reinterpret_cast<uintptr_t>(nearest->data);
+    if (address < low)
+      append(text, ", %llu bytes before the start of %s", static_cast<unsigned long long>(low - address), nearest->name);
+    else
+      append(text, ", %llu bytes from the start of %s, which has %llu", static_cast<unsigned long long>(address - low),
+             nearest->name, static_cast<unsigned long long>(nearest->bytes));
+    if (distance == 0 && write && !nearest->writable) text += " and is only read";
+  }
+  report(text + ", at " + code(pc));
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void report_shared_bounds(Thread& t, uintptr_t offset, unsigned bytes,
+                                                                        bool write, uintptr_t pc) {
+  std::string text;
+  append(text, "out of bounds: %s %s %u bytes at offset %zu of shared memory, which has %zu, at ", who(t).c_str(),
+         write ? "writes" : "reads", bytes, static_cast<size_t>(offset), t.worker->launch->shared_bytes);
+  report(text + code(pc));
+}
+
+[[noreturn]] __attribute__((noinline, cold)) void report_misaligned(Thread& t, uintptr_t address, unsigned bytes,
+                                                                     bool write, uintptr_t pc) {
+  std::string text;
+  append(text, "misaligned: %s %s %u bytes at %p, not a multiple of %u, at ", who(t).c_str(),
+         write ? "writes" : "reads", bytes, reinterpret_cast<void*>(address), bytes);
+  report(text + code(pc));
+}
+
+// A plain load or store of the step, as the compiler's instrumentation tells it.
+template <bool WRITE>
+inline __attribute__((always_inline)) void plain_access(const void* pointer, unsigned bytes, bool aligned,
+                                                        uintptr_t pc) {
+  if (!current) return;  // the launcher, on the host
+  Thread& t = *current;
+  if (!t.checking) return;
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address - reinterpret_cast<uintptr_t>(t.stack_low) < STACK_BYTES) return;
+  if (aligned && address % bytes) report_misaligned(t, address, bytes, WRITE, pc);
+  const uintptr_t offset = address - reinterpret_cast<uintptr_t>(t.window);
+  if (offset < WINDOW_BYTES) {
+    const size_t size = t.worker->launch->shared_bytes;
+    if (offset >= size || size - offset < bytes) report_shared_bounds(t, offset, bytes, WRITE, pc);
+    if (WRITE)
+      shared_write(t, static_cast<uint32_t>(offset), bytes, epoch_of(t.linear, t.clock), "writes", 0, pc);
+    else
+      shared_read(t, static_cast<uint32_t>(offset), bytes, pc);
+    return;
+  }
+  other_access(t, address, bytes, WRITE, pc);
+}
+
+void start_checking(Worker& w) {
+  Launch& launch = *w.launch;
+  const bool checking = launch.config.check != 0;
+  if (checking && !w.shadow) w.shadow = std::make_unique<Shadow>();
+  Snapshot* none = nullptr;
+  if (checking) {
+    memset(w.shadow->written, 0, launch.shared_bytes * sizeof(uint32_t));
+    ++w.shadow->generation;
+    w.shadow->more.assign(1, {});
+    w.free_snapshots.clear();
+    for (auto& s : w.snapshots) w.free_snapshots.push_back(s.get());
+    none = new_snapshot(w);
+    memset(none->clocks, 0, 2 * launch.block_threads * sizeof(uint32_t));
+  }
+  for (uint32_t i = 0; i < launch.block_threads; ++i) {
+    Thread& t = w.threads[i];
+    t.checking = checking;
+    t.known = nullptr;
+    t.clock = 1;
+    t.copies_issued = t.copies_over = 0;
+    t.proven = 0;
+    if (checking) know(w, t, none);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -511,6 +874,13 @@ void each_lane(uint32_t mask, F f) {
   Place { site, reinterpret_cast<uintptr_t>(__builtin_return_address(0)) }
 
 void release_block(Worker& w) {
+  if (current->checking) {
+    join(w, [&](auto f) {
+      for (uint32_t i = 0; i < w.launch->block_threads; ++i) f(w.threads[i]);
+    });
+    ++w.shadow->generation;
+    w.shadow->more.resize(1);
+  }
   w.at_barrier = 0;
   w.barrier_first = UINT32_MAX;
   for (uint32_t i = 0; i < w.launch->block_warps; ++i) {
@@ -520,7 +890,7 @@ void release_block(Worker& w) {
 }
 
 void finish_copies(Thread& t, size_t count) {
-  for (; t.copies_done < count; ++t.copies_done) {
+  for (; t.copies_done < count; ++t.copies_done, ++t.copies_over) {
     const Copy& c = t.copies[t.copies_done];
     char* destination = t.worker->window + c.offset;
     memcpy(destination, c.source, c.source_bytes);
@@ -553,6 +923,7 @@ void start_block(Worker& w, uint64_t linear) {
                    static_cast<uint32_t>(linear / launch.grid.x / launch.grid.y)};
   w.random.seed(launch.config.seed * 0x100000001b3u ^ linear);
   memset(w.window, 0xff, launch.shared_bytes);  // NaN in every format
+  start_checking(w);
   w.alive = launch.block_threads;
   w.at_barrier = 0;
   w.barrier_first = UINT32_MAX;
@@ -642,6 +1013,27 @@ std::string refusal(dim3 grid, dim3 block, size_t shared_bytes, const Limits& li
   return text;
 }
 
+// The constants and variables of the step itself: a kernel may use them.
+void find_segments(Launch& launch) {
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* data) {
+        Launch& launch = *static_cast<Launch*>(data);
+        bool found = false;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          const auto& h = info->dlpi_phdr[i];
+          const uintptr_t low = info->dlpi_addr + h.p_vaddr;
+          found |= h.p_type == PT_LOAD && launch.library_base >= low && launch.library_base < low + h.p_memsz;
+        }
+        for (int i = 0; found && i < info->dlpi_phnum; ++i) {
+          const auto& h = info->dlpi_phdr[i];
+          const uintptr_t low = info->dlpi_addr + h.p_vaddr;
+          if (h.p_type == PT_LOAD) launch.segments.push_back({low, low + h.p_memsz, (h.p_flags & PF_W) != 0});
+        }
+        return found ? 1 : 0;
+      },
+      &launch);
+}
+
 }  // namespace
 
 uint3 thread_index() { return current->index; }
@@ -677,7 +1069,12 @@ int sync_block(BlockVote vote, int predicate, Site site) {
 }
 
 void sync_warp(unsigned mask, Site site) {
-  meet(Kind::sync_warp, mask, 0, PLACE, nullptr, [](Pending&) {});
+  meet(Kind::sync_warp, mask, 0, PLACE, nullptr, [](Pending& p) {
+    if (!current->checking) return;
+    Worker& w = *current->worker;
+    Thread* lanes = &w.threads[current->warp->index * 32];
+    join(w, [&](auto f) { each_lane(p.mask, [&](uint32_t lane) { f(lanes[lane]); }); });
+  });
 }
 
 uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t bits, int lane, int width, Site site) {
@@ -815,16 +1212,6 @@ uint32_t shared_offset(Thread& t, uint32_t address, unsigned bytes, unsigned ali
   report(text + ", " + where(place));
 }
 
-bool in_window(const Worker& w, const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(w.window) < WINDOW_BYTES;
-}
-
-bool in_stacks(const Worker& w, const void* pointer) {
-  for (auto [low, high] : w.stack_regions)
-    if (pointer >= low && pointer < high) return true;
-  return false;
-}
-
 // What instructions on global memory ask for in either mode.
 void require_global(Thread& t, const void* pointer, unsigned alignment, const char* what, const Place& place) {
   Worker& w = *t.worker;
@@ -960,6 +1347,10 @@ void ldmatrix(int count, bool transposed, uint32_t* d, uint32_t row, Site site) 
         const char* second = transposed ? rows[8 * i + c + 1] + 2 * r : first + 2;
         memcpy(&pair[0], first, 2);
         memcpy(&pair[1], second, 2);
+        if (current->checking) {  // each lane reads what it gets
+          shared_read(lanes[lane], static_cast<uint32_t>(first - w.window), transposed ? 2 : 4, place.pc);
+          if (transposed) shared_read(lanes[lane], static_cast<uint32_t>(second - w.window), 2, place.pc);
+        }
         static_cast<Operand*>(p.operands[lane])->d[i] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
       }
   });
@@ -975,7 +1366,13 @@ void cp_async(uint32_t destination, const void* source, unsigned bytes, unsigned
     report(text + where(place));
   }
   if (source_bytes) require_global(t, source, bytes, "cp.async", place);
-  t.copies.push_back({source, offset, static_cast<uint16_t>(bytes), static_cast<uint16_t>(source_bytes), place});
+  if (t.checking) {
+    if (source_bytes) other_access(t, reinterpret_cast<uintptr_t>(source), source_bytes, false, place.pc);
+    if (++t.copies_issued > MAX_CLOCK) report("check mode follows a thread through 2^20 cp.async, not more");
+    shared_write(t, offset, bytes, epoch_of(t.worker->launch->block_threads + t.linear, t.copies_issued),
+                 "overwrites by cp.async", 0, place.pc);
+  }
+  t.copies.push_back({source, offset, static_cast<uint16_t>(bytes), static_cast<uint16_t>(source_bytes)});
 }
 
 void cp_async_commit() {
@@ -1034,6 +1431,19 @@ uint64_t atomic(Atomic op, void* address, uint64_t value, uint64_t compare) {
     std::string text;
     append(text, "an atomic by %s: misaligned address %p, must be a multiple of %u, ", who(t).c_str(), address, bytes);
     report(text + where(place));
+  }
+  if (t.checking) {
+    const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(t.window);
+    if (offset >= WINDOW_BYTES) {
+      other_access(t, reinterpret_cast<uintptr_t>(address), bytes, true, place.pc);
+    } else {
+      const size_t size = t.worker->launch->shared_bytes;
+      const auto at = static_cast<uint32_t>(offset);
+      if (offset >= size || size - offset < bytes) report_shared_bounds(t, offset, bytes, true, place.pc);
+      for (uint32_t i = at; i < at + bytes; ++i)
+        if (!t.worker->shadow->written[i]) report_unwritten(t, at, bytes, place.pc);
+      shared_write(t, at, bytes, epoch_of(t.linear, t.clock), "updates by an atomic", ATOMIC, place.pc);
+    }
   }
   const auto x = static_cast<uint32_t>(value);
   const auto s = static_cast<int32_t>(x);
@@ -1099,10 +1509,8 @@ const char* launch_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*invok
     do launch.stride = random.next() % launch.blocks + 1;
     while (std::__gcd(launch.stride, launch.blocks) != 1);
     Dl_info info;
-    if (dladdr(code, &info)) {
-      launch.library = info.dli_fname ? info.dli_fname : "";
-      launch.library_base = reinterpret_cast<uintptr_t>(info.dli_fbase);
-    }
+    if (dladdr(code, &info)) launch.library_base = reinterpret_cast<uintptr_t>(info.dli_fbase);
+    if (launch.config.check) find_segments(launch);
     const uint64_t wanted = thread_config.threads > 0 ? static_cast<uint64_t>(thread_config.threads)
                                                       : std::max(1u, std::thread::hardware_concurrency());
     const uint64_t workers = std::min({wanted, launch.blocks, uint64_t{32768} / (2 * launch.block_threads)});
@@ -1140,3 +1548,65 @@ extern "C" const char* emu_configure(const EmuConfig* config) {
 }
 
 extern "C" int emu_version(void) { return 1; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What the compiler's instrumentation calls in place of its own runtimes.
+
+#define EMU_PC reinterpret_cast<uintptr_t>(__builtin_return_address(0))
+#define EMU_HOOKS(bytes)                                                                                        \
+  extern "C" void __tsan_read##bytes(void* p) { emu::plain_access<false>(p, bytes, true, EMU_PC); }             \
+  extern "C" void __tsan_write##bytes(void* p) { emu::plain_access<true>(p, bytes, true, EMU_PC); }             \
+  extern "C" void __tsan_unaligned_read##bytes(void* p) { emu::plain_access<false>(p, bytes, false, EMU_PC); }  \
+  extern "C" void __tsan_unaligned_write##bytes(void* p) { emu::plain_access<true>(p, bytes, false, EMU_PC); }
+EMU_HOOKS(1)
+EMU_HOOKS(2)
+EMU_HOOKS(4)
+EMU_HOOKS(8)
+EMU_HOOKS(16)
+
+extern "C" void __tsan_read_range(void* p, size_t bytes) {
+  if (bytes) emu::plain_access<false>(p, static_cast<unsigned>(bytes), false, EMU_PC);
+}
+extern "C" void __tsan_write_range(void* p, size_t bytes) {
+  if (bytes) emu::plain_access<true>(p, static_cast<unsigned>(bytes), false, EMU_PC);
+}
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+// The guards of static locals in a launcher.
+extern "C" uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+
+namespace {
+
+struct OutOfBounds {  // as -fsanitize=bounds describes a place
+  const char* file;
+  uint32_t line, column;
+  const struct Type {
+    uint16_t kind, info;
+    char name[1];
+  } *array, *index;
+};
+
+[[noreturn]] void out_of_bounds(const OutOfBounds& at, uintptr_t index, uintptr_t pc) {
+  using namespace emu;
+  const unsigned bits = 1u << (at.index->info >> 1);
+  auto value = static_cast<long long>(index);
+  if (bits < 64 && (at.index->info & 1)) value = static_cast<long long>(index << (64 - bits)) >> (64 - bits);
+  std::string text = "out of bounds: ";
+  append(text, "index %lld of an array %s, at %s:%u", value, at.array->name, short_path(at.file).c_str(), at.line);
+  if (!current) {  // a launcher's own mistake, where no fiber can be left
+    fprintf(stderr, "%s\n", text.c_str());
+    abort();
+  }
+  report(text + ", by " + who(*current) + " at " + code(pc));
+}
+
+}  // namespace
+
+extern "C" void __ubsan_handle_out_of_bounds(void* data, uintptr_t index) {
+  out_of_bounds(*static_cast<const OutOfBounds*>(data), index, EMU_PC);
+}
+extern "C" void __ubsan_handle_out_of_bounds_abort(void* data, uintptr_t index) {
+  out_of_bounds(*static_cast<const OutOfBounds*>(data), index, EMU_PC);
+}
