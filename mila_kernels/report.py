@@ -153,15 +153,15 @@ def figures(gpu: str) -> Iterator[tuple[str, Figure]]:
             yield f"ladder-{op}", plots.ladder(ladder, published(op, workload.name), gpu=device(gpu), title=title)
         sizes = _by_length(timings[(timings["op"] == op) & (timings["cache"] == "cold")])
         for heads, rows in sizes.groupby("geometry", sort=True):
-            if rows["n"].nunique() > 1:
-                chart = plots.scaling(rows, "n", xlabel="sequence length N (tokens)", title=f"{op}: {heads}")
+            if rows["length"].nunique() > 1:
+                chart = plots.scaling(rows, "length", xlabel="sequence length N (tokens)", title=f"{op}: {heads}")
                 yield f"scaling-{op}-{str(heads).replace(' ', '-')}", chart
     yield from _roofline(gpu, timings)
     yield from _errors(gpu)
 
 
 def _by_length(timings: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose queries are the whole sequence, with its length ``n`` and the ``geometry`` of the rest."""
+    """The rows whose queries are the whole sequence, with its ``length`` and the ``geometry`` of the rest."""
     found = []
     for row in timings.to_dict("records"):
         if row["op"] not in shapes.ATTENTION_OPS:
@@ -169,8 +169,8 @@ def _by_length(timings: pd.DataFrame) -> pd.DataFrame:
         shape = shapes.parse_shape(row["op"], row["shape"])
         if shape.q_len == shape.kv_len:
             rest = re.sub(r"\b(q|kv)\d+h", r"\1h", row["shape"])
-            found.append(row | {"step": row["step"].rpartition("/")[2], "n": shape.kv_len, "geometry": rest})
-    return pd.DataFrame(found, columns=[*timings.columns, "n", "geometry"])
+            found.append(row | {"step": row["step"].rpartition("/")[2], "length": shape.kv_len, "geometry": rest})
+    return pd.DataFrame(found, columns=[*timings.columns, "length", "geometry"])
 
 
 def _roofline(gpu: str, timings: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
