@@ -1,0 +1,245 @@
+// Tiles of keys or values in shared memory as the tensor-core steps use them: rows of 16-byte chunks, swizzled so that
+// eight rows of one column lie in different banks, and the fragments that mma.m16n8k16 takes from them.
+#pragma once
+
+#include <type_traits>
+
+#include "args.cuh"
+
+// Products are made in the cache's own type, those of E4M3 in FP16, which holds every E4M3 value.
+template <typename KV>
+using Product = std::conditional_t<std::is_same_v<KV, e4m3>, fp16, KV>;
+
+constexpr int QUADS = 4;                 // tensor-core warps a block
+constexpr int THREADS = QUADS * WARP;
+
+template <typename KV, int HS>
+struct Shape {
+  static constexpr int CHUNKS = HS * static_cast<int>(sizeof(KV)) / 16;  // of a row
+  static constexpr int Bc = CHUNKS > 32 ? 32 : 64;                       // keys a tile: at most 32 KB
+  static constexpr int HALVES = 64 / Bc;       // a warp multiplies 16 keys by the whole head dim, or by half of it
+  static constexpr int STEPS = HS / 16 / HALVES;  // mma along a warp's part of the head dim
+  static constexpr int DIMS = HS / QUADS;      // columns of V a warp owns
+  static constexpr int M_TILES = DIMS / 16;
+};
+
+template <typename KV, int HS>
+using Tile = uint4[Shape<KV, HS>::Bc * Shape<KV, HS>::CHUNKS];
+
+template <int CHUNKS>
+DEVICE int swizzled(int row, int chunk) {
+  return row * CHUNKS + (chunk ^ (CHUNKS >= 8 ? row & 7 : row >> 1 & (CHUNKS - 1)));
+}
+
+// Two E4M3 in the low half of x as two FP16, exactly; NaN stays NaN.
+DEVICE uint32_t f16x2_from_e4m3x2(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3);
+  return static_cast<uint32_t>(pair.y) << 16 | pair.x;
+#else
+  return cvt_rn_f16x2_e4m3x2(static_cast<uint16_t>(x));
+#endif
+}
+
+// ---- copies ----------------------------------------------------------------------------------------------------------
+
+// Where the rows of a tile lie: lane l of each warp holds the page of the tile's l-th part of page size; flat caches
+// have one part, the sequence, and their first live row lies in slot `slot`.
+struct TilePlace {
+  int page, slot;
+};
+
+// `keys` are those read of the tile of positions [tile, tile + Bc); table entries of others are not looked at.
+template <int Bc>
+DEVICE TilePlace find_tile(const DecodeArgs& args, int batch, int tile, KeyRange keys, bool& lost) {
+  if (!args.page_table) {
+    const int first = max(tile, keys.begin);
+    return {batch, args.ring ? first % args.capacity : first};
+  }
+  const int lane = threadIdx.x % WARP, size = 1 << args.page_shift;
+  const int begin = (tile & -size) + lane * size;  // a page may be larger than a tile
+  int page = 0;
+  if (begin < min(tile + Bc, keys.end) && begin + size > keys.begin) {
+    const int column = begin >> args.page_shift;
+    page = args.page_table[batch * args.page_table_stride + column];
+    if (page < 0 || page >= args.pages) {
+      report(args, FAULT_PAGE, batch, column);
+      lost = true;
+      page = 0;
+    }
+  }
+  return {page, 0};
+}
+
+// Starts the copy of one tile; rows outside `keys` become zeros, so that 0 times them is 0. Does not commit.
+template <typename KV, int HS>
+DEVICE void copy_tile(Tile<KV, HS>& tile_smem, const DecodeArgs& args, const void* base, const int64_t (&stride)[3],
+                      int kv_head, int tile, KeyRange keys, TilePlace place) {
+  constexpr int CHUNKS = Shape<KV, HS>::CHUNKS, Bc = Shape<KV, HS>::Bc;
+  const int chunk = threadIdx.x % CHUNKS, first = max(tile, keys.begin);
+  const KV* column = static_cast<const KV*>(base) + kv_head * stride[2] + chunk * (16 / static_cast<int>(sizeof(KV)));
+#pragma unroll
+  for (int i = 0; i < Bc * CHUNKS / THREADS; ++i) {
+    const int row = threadIdx.x / CHUNKS + i * (THREADS / CHUNKS), position = tile + row;
+    const bool live = position >= keys.begin && position < keys.end;
+    int page = place.page, slot;
+    if (args.page_table) {
+      page = __shfl_sync(ALL_LANES, place.page, row >> args.page_shift);
+      slot = position & ((1 << args.page_shift) - 1);
+    } else {
+      slot = place.slot + position - first;
+      if (args.ring && slot >= args.capacity) slot -= args.capacity;
+    }
+    const KV* source = live ? column + page * stride[0] + slot * stride[1] : static_cast<const KV*>(base);
+    cp_async_cg_zfill(smem_u32(&tile_smem[swizzled<CHUNKS>(row, chunk)]), source, live ? 16 : 0);
+  }
+}
+
+// ---- queries: the B operand of S^T = K Q^T ---------------------------------------------------------------------------
+
+// 8 * NT rows of Q in the order in which lanes take them. Which dims a lane takes follows from how it reads K.
+template <typename KV, int HS, int NT>
+struct Queries {
+  uint2 fragments[HS / 16][NT][WARP];
+  float scale[8 * NT];  // of a row's scores, in base 2
+};
+
+// A warp a row. An FP16 row is scaled by a power of two to below 2, so that no BF16 query overflows it.
+template <typename KV, int HS, int NT>
+DEVICE void load_queries(Queries<KV, HS, NT>& queries, const DecodeArgs& args, int batch, int kv_head, int first_row) {
+  constexpr int PAIRS = HS / (2 * WARP);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  for (int n = warp; n < 8 * NT; n += QUADS) {
+    const int row = first_row + n;
+    const bool real = row < row_count(args);  // rows that fill up the tile are zeros
+    const int64_t q = real ? query_offset(args, args.q_stride, batch, row_token(args, row), row_head(args, kv_head, row)) : 0;
+    float2 pairs[PAIRS];
+    float top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      const int64_t element = q + 2 * (i * WARP + lane);
+      pairs[i] = {0.0f, 0.0f};
+      if (real) pairs[i] = {load_element(args.q, element, args.dtype), load_element(args.q, element + 1, args.dtype)};
+      top = fmaxf(top, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
+    }
+    float down = 1.0f, up = 1.0f;
+    if constexpr (std::is_same_v<KV, e4m3>) {
+      const int exponent = min(max(static_cast<int>(__float_as_uint(warp_max(top)) >> 23), 1 + 30), 254 - 30) - 127;
+      down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+      up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+    }
+    if (lane == 0) queries.scale[n] = score_scale(args, kv_head) * up;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      const int dim = 2 * (i * WARP + lane);
+      int step, t, upper;
+      if constexpr (std::is_same_v<KV, e4m3>) {
+        step = dim / 64 * 4 + dim % 16 / 4, t = dim % 64 / 16, upper = dim % 4 / 2;
+      } else {
+        step = dim / 16, t = dim % 8 / 2, upper = dim % 16 / 8;
+      }
+      uint2& fragment = queries.fragments[step][n / 8][n % 8 * 4 + t];
+      (upper ? fragment.y : fragment.x) = pack2<Product<KV>>(pairs[i].x * down, pairs[i].y * down);
+    }
+  }
+}
+
+// ---- keys and values: the A operands ---------------------------------------------------------------------------------
+
+// E4M3 keys are permuted within eight, so that neighbouring lanes read different banks.
+template <typename KV>
+DEVICE int key_of_lane(int g) {
+  return std::is_same_v<KV, e4m3> ? g >> 1 | (g & 1) << 2 : g;
+}
+
+// s[n] += the products of 16 keys from `first_key` with the rows of Q, along STEPS steps of the head dim from `first`.
+template <typename KV, int HS, int NT>
+DEVICE void multiply_keys(float (&s)[NT][4], const Tile<KV, HS>& k, const Queries<KV, HS, NT>& queries, int first_key,
+                          int first) {
+  constexpr int CHUNKS = Shape<KV, HS>::CHUNKS, STEPS = Shape<KV, HS>::STEPS;
+  const int lane = threadIdx.x % WARP;
+  if constexpr (std::is_same_v<KV, e4m3>) {
+    const int key = first_key + key_of_lane<KV>(lane / 4);
+#pragma unroll
+    for (int group = 0; group < STEPS / 4; ++group) {  // a lane takes 16 contiguous bytes of a row: four steps
+      const int chunk = first + group * 4 + lane % 4;
+      const uint4 low = k[swizzled<CHUNKS>(key, chunk)], high = k[swizzled<CHUNKS>(key + 8, chunk)];
+      const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t a[4] = {f16x2_from_e4m3x2(low_words[j]), f16x2_from_e4m3x2(high_words[j]),
+                               f16x2_from_e4m3x2(low_words[j] >> 16), f16x2_from_e4m3x2(high_words[j] >> 16)};
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          const uint2 b = queries.fragments[first + group * 4 + j][n][lane];
+          mma_m16n8k16<fp16>(s[n], a, b.x, b.y);
+        }
+      }
+    }
+  } else {
+    const int key = first_key + lane % 16;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      uint32_t a[4];
+      ldmatrix_x4(a, smem_u32(&k[swizzled<CHUNKS>(key, (first + step) * 2 + lane / 16)]));
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint2 b = queries.fragments[first + step][n][lane];
+        mma_m16n8k16<KV>(s[n], a, b.x, b.y);
+      }
+    }
+  }
+}
+
+template <int BYTES>
+struct alignas(BYTES) Bytes {
+  std::conditional_t<BYTES == 2, uint16_t, uint32_t> words[BYTES == 2 ? 1 : BYTES / 4];
+};
+
+// o[m][n] += V^T P^T over 16 keys from `first_key`: the warp's columns of V by the rows of P.
+template <typename KV, int HS, int NT>
+DEVICE void multiply_values(float (&o)[Shape<KV, HS>::M_TILES][NT][4], const Tile<KV, HS>& v, const uint2 (&p)[NT],
+                            int first_key) {
+  constexpr int CHUNKS = Shape<KV, HS>::CHUNKS, M_TILES = Shape<KV, HS>::M_TILES, DIMS = Shape<KV, HS>::DIMS;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  if constexpr (std::is_same_v<KV, e4m3>) {
+    // A lane takes DIMS / 8 neighbouring columns of its four keys; bytes of two keys make a pair: no transpose is needed.
+    constexpr int BYTES = DIMS / 8;
+    const int byte = warp * DIMS + lane / 4 * BYTES, key = first_key + lane % 4 * 2;
+    Bytes<BYTES> rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4* chunk = &v[swizzled<CHUNKS>(key + i % 2 + i / 2 * 8, byte / 16)];
+      rows[i] = *reinterpret_cast<const Bytes<BYTES>*>(reinterpret_cast<const char*>(chunk) + byte % 16);
+    }
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      const int word = m / 2;
+      // {key 2t, key 2t + 1} of columns 2m and 2m + 1, a byte each
+      const uint32_t selector = m % 2 ? 0x7362 : 0x5140;
+      const uint32_t near = prmt(rows[0].words[word], rows[1].words[word], selector);
+      const uint32_t far = prmt(rows[2].words[word], rows[3].words[word], selector);
+      const uint32_t a[4] = {f16x2_from_e4m3x2(near), f16x2_from_e4m3x2(near >> 16), f16x2_from_e4m3x2(far),
+                             f16x2_from_e4m3x2(far >> 16)};
+#pragma unroll
+      for (int n = 0; n < NT; ++n) mma_m16n8k16<fp16>(o[m][n], a, p[n].x, p[n].y);
+    }
+  } else {
+    const int key = first_key + lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      uint32_t a[4];
+      ldmatrix_x4_trans(a, smem_u32(&v[swizzled<CHUNKS>(key, (warp * M_TILES + m) * 2 + lane / 8 % 2)]));
+#pragma unroll
+      for (int n = 0; n < NT; ++n) mma_m16n8k16<KV>(o[m][n], a, p[n].x, p[n].y);
+    }
+  }
+}
+
+// The column of V in accumulator row g (upper = 0) or g + 8 (upper = 1) of tile m.
+template <typename KV, int HS>
+DEVICE int value_column(int m, int g, int upper) {
+  constexpr int DIMS = Shape<KV, HS>::DIMS;
+  const int warp = threadIdx.x / WARP;
+  return warp * DIMS + (std::is_same_v<KV, e4m3> ? g * (DIMS / 8) + 2 * m + upper : m * 16 + g + 8 * upper);
+}
