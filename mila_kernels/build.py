@@ -47,7 +47,11 @@ logger = logging.getLogger("mila_kernels")
 Backend = Literal["cuda", "emulation"]
 
 CUDA_FLAGS = ("-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr")
-_HOST_FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fvisibility-inlines-hidden", "-Wno-unknown-pragmas")
+# Kernels read a vector load's words as other types, as nvcc lets them: no strict aliasing.
+_HOST_FLAGS = (
+    *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-fvisibility-inlines-hidden", "-Wno-unknown-pragmas"),
+)
 FAST_FLAGS = (*_HOST_FLAGS, "-O2", "-g1")
 CHECK_FLAGS = (*_HOST_FLAGS, "-O1", "-g", "-fsanitize=thread", "-fsanitize=bounds-strict")
 RUNTIME_FLAGS = (*_HOST_FLAGS, "-O2", "-g1", "-pthread")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import attention, reference
+from . import attention, linear, reference
 from .shapes import Workload
 from .steps import Step
 
@@ -84,10 +84,73 @@ def _attention_bound(w: Workload) -> float:
     return {"bf16": 2.0**-8, "fp16": 2.0**-11}[w.dtype]
 
 
+def _weight(w: Workload, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    return torch.randn(w.n, w.k, generator=generator, device=device) / w.k**0.5
+
+
+def _activations(w: Workload, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    return torch.randn(w.m, w.k, generator=generator, device=device).to(TORCH_DTYPES[w.dtype])
+
+
+def _fp4_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        "w": linear.quantize_fp4(_weight(w, generator, device), scale_dtype=torch.bfloat16),
+        "x": _activations(w, generator, device),
+    }
+
+
+def _fp8_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return {"w": linear.quantize_fp8(_weight(w, generator, device)), "x": _activations(w, generator, device)}
+
+
+def _run_matvec_fp4(step: str | Step | None = None, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    return (linear.matvec_fp4(step=step, **inputs),)
+
+
+def _run_matvec_fp8(step: str | Step | None = None, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    return (linear.matvec_fp8(step=step, **inputs),)
+
+
+def _reference_matvec(
+    x: torch.Tensor, w: linear.Fp4Weight | linear.Fp8Weight, bias: torch.Tensor | None = None, **_: Any
+) -> tuple[torch.Tensor, ...]:
+    return (reference.matvec(x, w.dequantize(torch.float32), bias),)
+
+
+def _matvec_flops(w: Workload) -> float:
+    return 2.0 * w.m * w.n * w.k
+
+
+def _fp4_bytes(w: Workload) -> float:
+    """Codes, BF16 scales, x and y."""
+    return w.n * w.k * (0.5 + 2 / linear.KERNEL_GROUP) + 2.0 * w.m * (w.n + w.k)
+
+
+def _fp8_bytes(w: Workload) -> float:
+    """Codes, FP32 scales, x and y."""
+    return w.n * (w.k + 4.0) + 2.0 * w.m * (w.n + w.k)
+
+
+def _matvec_bound(w: Workload) -> float:
+    """Rounding of the output is 1.65e-3 (BF16) and 2.1e-4 (FP16) of it, and the FP32 sums add little; of a few outputs
+    it may be half a unit in the last place."""
+    if w.m * w.n < 1024:
+        return {"bf16": 2.0**-8, "fp16": 2.0**-11}[w.dtype]
+    return {"bf16": 2e-3, "fp16": 3e-4}[w.dtype]
+
+
 OPS: dict[str, Op] = {
     "prefill": Op(
         "prefill", _attention_inputs, _run_prefill, _reference_attention,
         _attention_flops, _attention_bytes, _attention_bound,
+    ),
+    "matvec_fp4": Op(
+        "matvec_fp4", _fp4_inputs, _run_matvec_fp4, _reference_matvec, _matvec_flops, _fp4_bytes, _matvec_bound
+    ),
+    "matvec_fp8": Op(
+        "matvec_fp8", _fp8_inputs, _run_matvec_fp8, _reference_matvec, _matvec_flops, _fp8_bytes, _matvec_bound
     ),
 }  # fmt: skip
 

@@ -114,3 +114,12 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
         raise ValueError(f"window must be at least 1 or None, not {window}")
     if sink is not None and tuple(sink.shape) != (q.shape[2],):
         raise ValueError(f"sink must have shape [{q.shape[2]}], not {tuple(sink.shape)}")
+
+
+def matvec(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, chunk_bytes: int = SCORE_BYTES
+) -> torch.Tensor:
+    """y = x w^T + bias in float64, x [M, K] and w [N, K] of any floating dtype (a quantised weight dequantised)."""
+    rows = max(1, chunk_bytes // (8 * max(1, w.shape[1])))
+    y = torch.cat([x.double() @ w[n : n + rows].double().T for n in range(0, w.shape[0], rows)], dim=1)
+    return y if bias is None else y + bias.double()

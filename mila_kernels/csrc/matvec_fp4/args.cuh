@@ -1,0 +1,48 @@
+// What every FP4 matvec step is launched with. Mirrored by MatvecFp4Args in mila_kernels/linear.py.
+#pragma once
+
+#include "../common.cuh"
+#include "../ptx.cuh"
+
+constexpr int GROUP = 128;     // columns that share a scale
+constexpr int TILE_ROWS = 16;  // rows of a tile of a shuffled weight, those of one mma
+
+// How the codes lie in memory. ROWS: [n, k / 2], the even column in the low nibble; scales [n, k / 128].
+// The others: tiles of 16 rows; per tile and 64 columns, 16 bytes a lane; scales [tile, group, 8, 2], rows g and g + 8
+// side by side. A word holds the A operand of one mma.m16n8k16, K permuted so that lane 4g + t owns the 16 columns from
+// 16t. FRAGMENTS: register r's two codes are the r-th nibbles from the top of the two halves.
+enum Layout : int32_t { LAYOUT_ROWS = 0, LAYOUT_FRAGMENTS = 1, LAYOUT_FOLDED = 2 };
+enum ScaleDtype : int32_t { SCALE_BF16 = 0, SCALE_FP32 = 1 };
+
+// y[m][n] = sum over k of x[m][k] * value(code[n][k]) * scale[n][k / 128] + bias[n].
+struct MatvecFp4Args {
+  const void* x;
+  const uint8_t* codes;
+  const void* scales;
+  const void* bias;  // or null
+  void* y;
+  int64_t x_stride, y_stride;  // of rows, in elements
+  int32_t m, n, k;
+  int32_t dtype;        // Dtype of x, y and bias
+  int32_t scale_dtype;  // ScaleDtype
+  int32_t layout;       // Layout
+  int32_t sm_count;     // multiprocessors to share the work over
+  int32_t chained;      // may start before the kernel in front of it has ended
+};
+
+DEVICE float to_float(float x) { return x; }
+
+// Calls f<T, Scale>() for the element types of the args; refuses a weight in another layout than the step reads.
+template <typename F>
+const char* dispatch(const MatvecFp4Args& args, Layout layout, F f) {
+  if (args.layout != layout) return "the weight is in another layout than this step reads";
+  if (args.dtype == DTYPE_FP16)
+    return args.scale_dtype == SCALE_FP32 ? f.template operator()<fp16, float>() : f.template operator()<fp16, bf16>();
+  return args.scale_dtype == SCALE_FP32 ? f.template operator()<bf16, float>() : f.template operator()<bf16, bf16>();
+}
+
+template <typename T>
+DEVICE void store_y(const MatvecFp4Args& args, int m, int n, float sum) {
+  if (args.bias) sum += to_float(static_cast<const T*>(args.bias)[n]);
+  static_cast<T*>(args.y)[m * args.y_stride + n] = from_float<T>(sum);
+}

@@ -1,0 +1,668 @@
+"""Linear layers for a few rows of activations: FP4 and FP8 weights, their quantisers, layouts and matvecs."""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from . import build, steps
+
+DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1}
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SCALE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP8_MAX = 448.0
+SMALLEST_SCALE = 2.0**-126  # the smallest normal of BF16 and FP32: a scale is never zero, nor a subnormal
+GROUP_SIZES = (32, 64, 128, 256)
+KERNEL_GROUP = 128  # the one that the kernels read
+TILE_ROWS = 16  # rows of one mma, and of one tile of a shuffled weight
+MAX_ROWS = 16  # of activations
+CHUNK = 1 << 24  # elements quantised or shuffled at a time: bounds the scratch memory
+
+
+class MatvecFp4Args(ctypes.Structure):
+    """The mirror of ``csrc/matvec_fp4/args.cuh``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "y_stride")),
+        *((name, ctypes.c_int32) for name in ("m", "n", "k", "dtype", "scale_dtype", "layout", "sm_count", "chained")),
+    ]
+
+
+class MatvecFp8Args(ctypes.Structure):
+    """The mirror of ``csrc/matvec_fp8/args.cuh``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "y_stride")),
+        *((name, ctypes.c_int32) for name in ("m", "n", "k", "dtype", "layout", "sm_count", "chained")),
+    ]
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fp4Weight:
+    """A weight matrix [n, k] in E2M1 with one scale per ``group_size`` columns of a row.
+
+    ``codes`` are bytes and ``scales`` FP32 or BF16, in ``layout``. ``"rows"``: codes ``[n, k / 2]``, two a byte, the
+    even column in the low nibble; scales ``[n, k / group_size]``. The other layouts are for the steps that
+    :meth:`shuffle` names: tiles of 16 rows, each lane's bytes in the order in which it needs them.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    n: int
+    k: int
+    group_size: int = KERNEL_GROUP
+    layout: str = "rows"
+    _shuffled: dict[str, Fp4Weight] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.k
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.numel() + self.scales.numel() * self.scales.element_size()
+
+    def to(self, device: torch.device | str) -> Fp4Weight:
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), _shuffled={})
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The matrix ``[n, k]`` that the codes stand for: magnitude x scale, exact in FP32 but for rounding of the
+        product."""
+        nibbles, scales = self._nibbles(), self._row_scales()
+        magnitudes = torch.tensor(FP4_MAGNITUDES, dtype=torch.float64, device=self.device)
+        out = torch.empty(self.n, self.k, dtype=dtype, device=self.device)
+        for rows in _row_chunks(self.n, self.k):
+            code = nibbles[rows].int()
+            value = magnitudes[code & 7] * torch.where(code > 7, -1.0, 1.0)
+            value = value.view(-1, self.k // self.group_size, self.group_size) * scales[rows, :, None].double()
+            out[rows] = value.view(-1, self.k).to(dtype)
+        return out
+
+    def shuffle(self, for_step: str | steps.Step | None = None) -> Fp4Weight:
+        """The same weight in the layout that a step reads (None: the fastest step of this device).
+
+        It is made once and remembered by the weight; drop the weight and keep the result to have one copy only.
+        """
+        step = _pick_step("matvec_fp4", for_step, self.device)
+        return self.in_layout(step_layout(step))
+
+    def in_layout(self, layout: str) -> Fp4Weight:
+        """The same weight in the layout of that name."""
+        if layout == self.layout:
+            return self
+        if layout not in self._shuffled:
+            self._shuffled[layout] = self._relaid(layout)
+        return self._shuffled[layout]
+
+    def _relaid(self, layout: str) -> Fp4Weight:
+        if layout not in FP4_LAYOUTS:
+            raise ValueError(f"layout: {layout!r} is none of {', '.join(FP4_LAYOUTS)}")
+        if self.layout != "rows":
+            return replace(self._in_rows(), _shuffled={}).in_layout(layout)
+        if self.group_size != KERNEL_GROUP:
+            raise ValueError(f"w: group_size {self.group_size} must be {KERNEL_GROUP} to be shuffled")
+        tiles, groups = _ceil_div(self.n, TILE_ROWS), self.k // KERNEL_GROUP
+        codes = torch.empty(tiles, groups, TILE_ROWS * KERNEL_GROUP // 2, dtype=torch.uint8, device=self.device)
+        for some in _row_chunks(tiles, TILE_ROWS * self.k):
+            nibbles = _unpack_rows(_padded_rows(self.codes, some))
+            codes[some] = _words_to_bytes(FP4_LAYOUTS[layout].pack(_fragments(nibbles))).view(-1, *codes.shape[1:])
+        scales = _padded_rows(self.scales, slice(0, tiles)).view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
+        return replace(self, codes=codes, scales=scales, layout=layout, _shuffled={})
+
+    def _in_rows(self) -> Fp4Weight:
+        codes = _pack_rows(self._nibbles())
+        return replace(self, codes=codes, scales=self._row_scales(), layout="rows", _shuffled={})
+
+    def _nibbles(self) -> torch.Tensor:
+        """uint8 [n, k], one code each."""
+        if self.layout == "rows":
+            return _unpack_rows(self.codes)
+        out = torch.empty(self.codes.shape[0] * TILE_ROWS, self.k, dtype=torch.uint8, device=self.device)
+        for some in _row_chunks(self.codes.shape[0], TILE_ROWS * self.k):
+            words = _bytes_to_words(self.codes[some])
+            out[some.start * TILE_ROWS : some.stop * TILE_ROWS] = _unfragment(FP4_LAYOUTS[self.layout].unpack(words), self.k)
+        return out[: self.n]
+
+    def _row_scales(self) -> torch.Tensor:
+        if self.layout == "rows":
+            return self.scales
+        return self.scales.permute(0, 3, 2, 1).reshape(-1, self.k // self.group_size)[: self.n].contiguous()
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A weight matrix [n, k] in E4M3 with one FP32 scale a row; layouts as in :class:`Fp4Weight`.
+
+    ``"rows"``: codes uint8 ``[n, k]`` (the bytes of ``torch.float8_e4m3fn``), scales ``[n]``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    n: int
+    k: int
+    layout: str = "rows"
+    _shuffled: dict[str, Fp8Weight] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.k
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.numel() + self.scales.numel() * self.scales.element_size()
+
+    def to(self, device: torch.device | str) -> Fp8Weight:
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), _shuffled={})
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The matrix ``[n, k]`` that the codes stand for."""
+        codes, scales = self._row_codes(), self.scales[: self.n]
+        out = torch.empty(self.n, self.k, dtype=dtype, device=self.device)
+        for rows in _row_chunks(self.n, self.k):
+            value = codes[rows].view(torch.float8_e4m3fn).double()
+            out[rows] = (value * scales[rows, None].double()).to(dtype)
+        return out
+
+    def shuffle(self, for_step: str | steps.Step | None = None) -> Fp8Weight:
+        """The same weight in the layout that a step reads, made once and remembered; see :meth:`Fp4Weight.shuffle`."""
+        step = _pick_step("matvec_fp8", for_step, self.device)
+        return self.in_layout(step_layout(step))
+
+    def in_layout(self, layout: str) -> Fp8Weight:
+        """The same weight in the layout of that name: ``"rows"`` or ``"fragments"``."""
+        if layout == self.layout:
+            return self
+        if layout not in self._shuffled:
+            self._shuffled[layout] = self._relaid(layout)
+        return self._shuffled[layout]
+
+    def _relaid(self, layout: str) -> Fp8Weight:
+        if layout == "rows":
+            return replace(self, codes=self._row_codes(), scales=self.scales[: self.n], layout="rows", _shuffled={})
+        if layout != "fragments":
+            raise ValueError(f"layout: {layout!r} is none of rows, fragments")
+        tiles = _ceil_div(self.n, TILE_ROWS)
+        codes = torch.empty(tiles, self.k // KERNEL_GROUP, TILE_ROWS * KERNEL_GROUP, dtype=torch.uint8, device=self.device)
+        for some in _row_chunks(tiles, TILE_ROWS * self.k):
+            codes[some] = _fragments(_padded_rows(self.codes, some)).reshape(-1, *codes.shape[1:])
+        scales = _padded_rows(self.scales[:, None], slice(0, tiles)).view(-1)
+        return replace(self, codes=codes, scales=scales, layout=layout, _shuffled={})
+
+    def _row_codes(self) -> torch.Tensor:
+        if self.layout == "rows":
+            return self.codes
+        return _unfragment(self.codes.view(-1, 4, 2), self.k)[: self.n].contiguous()
+
+
+# ---- layouts of shuffled weights -------------------------------------------------------------------------------------
+
+
+def _fragments(rows: torch.Tensor) -> torch.Tensor:
+    """Elements ``[16 tiles, k]`` in the order of m16n8k16's A operand: ``[tiles, k/64, lane, step, register, half]``.
+
+    K is permuted so that lane 4g + t owns the 16 columns from 16t of every 64, of rows g and g + 8.
+    """
+    k = rows.shape[1]
+    return rows.view(-1, 2, 8, k // 64, 4, 4, 2, 2).permute(0, 3, 2, 4, 5, 6, 1, 7).contiguous().view(-1, 4, 2)
+
+
+def _unfragment(fragments: torch.Tensor, k: int) -> torch.Tensor:
+    """The inverse of :func:`_fragments`."""
+    return fragments.reshape(-1, k // 64, 8, 4, 4, 2, 2, 2).permute(0, 6, 2, 1, 3, 4, 5, 7).reshape(-1, k)
+
+
+@dataclass(frozen=True)
+class _WordLayout:
+    """How the 8 codes of one A operand, ``[..., 4 registers, 2 halves]``, lie in a 32-bit word (here in an int64)."""
+
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    unpack: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Register r's two codes are the r-th nibbles from the top of the word's two halves."""
+    word = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
+    for register in range(4):
+        for half in range(2):
+            word |= codes[..., register, half].long() << 16 * half + 12 - 4 * register
+    return word
+
+
+def _unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
+    codes = [[words >> 16 * half + 12 - 4 * register & 15 for half in range(2)] for register in range(4)]
+    return torch.stack([torch.stack(pair, -1) for pair in codes], -2).to(torch.uint8)
+
+
+FP4_LAYOUTS: dict[str, _WordLayout] = {"fragments": _WordLayout(_pack_nibbles, _unpack_nibbles)}
+LAYOUT_CODES = {"rows": 0, "fragments": 1, "folded": 2}
+
+
+def step_layout(step: steps.Step) -> str:
+    """The weight layout that a matvec step reads: its source names it as LAYOUT_ROWS, LAYOUT_FRAGMENTS, ..."""
+    found = re.search(r"\bLAYOUT_([A-Z]+)\b", step.source)
+    if not found:
+        raise ValueError(f"step: {step.id} names no weight layout")
+    return found[1].lower()
+
+
+def _unpack_rows(codes: torch.Tensor) -> torch.Tensor:
+    return torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1)
+
+
+def _pack_rows(nibbles: torch.Tensor) -> torch.Tensor:
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+def _padded_rows(x: torch.Tensor, tiles: slice) -> torch.Tensor:
+    """The rows of some tiles, zeros below the last row of the matrix."""
+    rows = x[tiles.start * TILE_ROWS : tiles.stop * TILE_ROWS]
+    missing = (tiles.stop - tiles.start) * TILE_ROWS - rows.shape[0]
+    return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows.contiguous()
+
+
+def _words_to_bytes(words: torch.Tensor) -> torch.Tensor:
+    signed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return signed.contiguous().view(torch.uint8)
+
+
+def _bytes_to_words(codes: torch.Tensor) -> torch.Tensor:
+    return codes.contiguous().view(-1).view(torch.int32).long() & 0xFFFFFFFF
+
+
+def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ---- quantisers ------------------------------------------------------------------------------------------------------
+
+
+def quantize_fp4(
+    w: torch.Tensor, group_size: int = KERNEL_GROUP, scale_dtype: torch.dtype = torch.float32
+) -> Fp4Weight:
+    """Weights to E2M1, with a scale of absmax / 6 per ``group_size`` columns of a row.
+
+    Args:
+        w: ``[n, k]`` FP32, BF16 or FP16, any strides; ``k`` a multiple of ``group_size``.
+        group_size: 32, 64, 128 or 256; the kernels read 128.
+        scale_dtype: ``torch.float32`` or ``torch.bfloat16``. The codes are chosen for the rounded scale.
+
+    Returns:
+        The weight in the ``"rows"`` layout. Each code is the nearest to w / scale, ties to even, as if computed
+        exactly, so that CPU and GPU agree. A scale is at least 2^-126.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; a NaN or Inf in ``w``, by row and group.
+    """
+    _check_weight(w)
+    n, k = w.shape
+    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size: {group_size} must be one of {', '.join(map(str, GROUP_SIZES))}")
+    if k % group_size:
+        raise ValueError(f"w: its {k} columns must be a multiple of the group size {group_size}")
+    if scale_dtype not in SCALE_CODES:
+        raise ValueError(f"scale_dtype: {scale_dtype} must be torch.float32 or torch.bfloat16")
+    codes = torch.empty(n, k // 2, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(n, k // group_size, dtype=scale_dtype, device=w.device)
+    for rows in _row_chunks(n, k):
+        groups = w[rows].double().view(-1, k // group_size, group_size)
+        _check_finite(groups, rows.start, group_size)
+        scale = _scale(groups.abs().amax(-1, keepdim=True), FP4_MAGNITUDES[-1], scale_dtype)
+        scales[rows] = scale.squeeze(-1).to(scale_dtype)
+        codes[rows] = _pack_rows(_nearest_fp4(groups, scale).view(-1, k))
+    return Fp4Weight(codes, scales, n, k, group_size)
+
+
+def quantize_fp8(w: torch.Tensor) -> Fp8Weight:
+    """Weights to E4M3, with an FP32 scale of absmax / 448 a row.
+
+    ``w`` is ``[n, k]`` FP32, BF16 or FP16 with ``k`` a multiple of 128. The result is in the ``"rows"`` layout; each
+    code is the nearest to w / scale, ties to even, on CPU and GPU alike. Raises as :func:`quantize_fp4` does.
+    """
+    _check_weight(w)
+    n, k = w.shape
+    if k % KERNEL_GROUP:
+        raise ValueError(f"w: its {k} columns must be a multiple of {KERNEL_GROUP}")
+    codes = torch.empty(n, k, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(n, dtype=torch.float32, device=w.device)
+    for rows in _row_chunks(n, k):
+        values = w[rows].double()
+        _check_finite(values.view(-1, k // KERNEL_GROUP, KERNEL_GROUP), rows.start, KERNEL_GROUP)
+        scale = _scale(values.abs().amax(-1, keepdim=True), FP8_MAX, torch.float32)
+        scales[rows] = scale.squeeze(-1).float()
+        codes[rows] = _nearest_fp8(values / scale).view(torch.uint8)
+    return Fp8Weight(codes, scales, n, k)
+
+
+def _scale(absmax: torch.Tensor, largest: float, dtype: torch.dtype) -> torch.Tensor:
+    """absmax / largest rounded to the scale's dtype, in float64."""
+    return (absmax / largest).float().to(dtype).double().clamp_min(SMALLEST_SCALE)
+
+
+def _nearest_fp4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """uint8 codes. Float64 holds boundary x scale exactly, so no division's rounding decides a tie."""
+    magnitude = values.abs()
+    code = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    for below, boundary in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        bound = scale * boundary
+        code += magnitude > bound if below % 2 == 0 else magnitude >= bound  # a tie goes to the even code
+    return code | torch.signbit(values).to(torch.uint8) << 3
+
+
+def _nearest_fp8(values: torch.Tensor) -> torch.Tensor:
+    """E4M3 of float64 values: rounded here, ties to even, so that the conversion is exact."""
+    exponent = torch.frexp(values.abs().clamp(2.0**-6, FP8_MAX)).exponent - 1
+    unit = torch.ldexp(torch.ones_like(values), exponent - 3)
+    rounded = (values / unit).round() * unit
+    return rounded.clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn)
+
+
+def _check_weight(w: torch.Tensor) -> None:
+    if not isinstance(w, torch.Tensor):
+        raise TypeError(f"w: a torch.Tensor is needed, not {type(w).__name__}")
+    if w.dim() != 2:
+        raise ValueError(f"w: shape {tuple(w.shape)} must have 2 dims, [n, k]")
+    if w.dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"w: dtype {w.dtype} must be torch.float32, torch.bfloat16 or torch.float16")
+    if not w.numel():
+        raise ValueError(f"w: shape {tuple(w.shape)} is empty")
+
+
+def _check_finite(groups: torch.Tensor, first_row: int, group_size: int) -> None:
+    bad = ~torch.isfinite(groups)
+    if not bool(bad.any()):
+        return
+    row, group, column = (int(i) for i in bad.nonzero()[0])
+    start = group * group_size
+    raise ValueError(
+        f"w: row {first_row + row}, group {group} (columns {start} to {start + group_size - 1}) holds "
+        f"{float(groups[row, group, column])}; weights must be finite"
+    )
+
+
+# ---- matvecs ---------------------------------------------------------------------------------------------------------
+
+
+def matvec_fp4(
+    x: torch.Tensor,
+    w: Fp4Weight,
+    *,
+    step: str | steps.Step | None = None,
+    bias: torch.Tensor | None = None,
+    chained: bool = False,
+) -> torch.Tensor:
+    """``x w^T + bias`` for a few rows of activations and an FP4 weight, summed in FP32.
+
+    Args:
+        x: ``[m, k]`` BF16 or FP16, m from 0 to 16, last dim contiguous.
+        w: the weight ``[n, k]``, groups of 128. A step that needs another layout shuffles it at the first call and
+            remembers it; ``w.shuffle(step)`` does so beforehand.
+        step: an optimisation step (``"matvec_fp4/05_tensor_cores"``); None: the fastest of this device.
+        bias: ``[n]`` in ``x``'s dtype, or None.
+        chained: let this launch start before the kernel in front of it on the stream has ended (sm_90 and later, steps
+            that can). It reads ``w`` at once and ``x`` and ``bias`` when that kernel is done: right as long as that
+            kernel does not write ``w``.
+
+    Returns:
+        ``[m, n]`` in ``x``'s dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, by name, before anything is launched.
+        mila_kernels.build.KernelError: the launch was refused.
+    """
+    if not isinstance(w, Fp4Weight):
+        raise TypeError(f"w: an Fp4Weight is needed (quantize_fp4 makes one), not {type(w).__name__}")
+    if w.group_size != KERNEL_GROUP:
+        raise ValueError(f"w: group_size {w.group_size} must be {KERNEL_GROUP}")
+    chosen = _resolve_step("matvec_fp4", step, x, w, bias)
+    w = w.in_layout(step_layout(chosen))
+    return torch.ops.mila_kernels.matvec_fp4(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
+
+
+def matvec_fp8(
+    x: torch.Tensor,
+    w: Fp8Weight,
+    *,
+    step: str | steps.Step | None = None,
+    bias: torch.Tensor | None = None,
+    chained: bool = False,
+) -> torch.Tensor:
+    """``x w^T + bias`` for a few rows of activations and an FP8 weight; arguments and errors as :func:`matvec_fp4`."""
+    if not isinstance(w, Fp8Weight):
+        raise TypeError(f"w: an Fp8Weight is needed (quantize_fp8 makes one), not {type(w).__name__}")
+    chosen = _resolve_step("matvec_fp8", step, x, w, bias)
+    w = w.in_layout(step_layout(chosen))
+    return torch.ops.mila_kernels.matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
+
+
+@torch.library.custom_op("mila_kernels::matvec_fp4", mutates_args=())
+def _matvec_fp4(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
+    step: str, chained: bool,
+) -> torch.Tensor:  # fmt: skip
+    y = _matvec_output(x, codes, scales, bias, n, layout, step, chained)
+    args = MatvecFp4Args(**_common_args(x, codes, scales, bias, y, layout, chained))
+    args.scale_dtype = SCALE_CODES[scales.dtype]
+    _launch(step, args, x, codes, scales, bias, y)
+    return y
+
+
+@torch.library.custom_op("mila_kernels::matvec_fp8", mutates_args=())
+def _matvec_fp8(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
+    step: str, chained: bool,
+) -> torch.Tensor:  # fmt: skip
+    y = _matvec_output(x, codes, scales, bias, n, layout, step, chained)
+    _launch(step, MatvecFp8Args(**_common_args(x, codes, scales, bias, y, layout, chained)), x, codes, scales, bias, y)
+    return y
+
+
+@_matvec_fp4.register_fake
+@_matvec_fp8.register_fake
+def _matvec_output(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
+    step: str, chained: bool,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], n)
+
+
+def _common_args(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, layout: str,
+    chained: bool,
+) -> dict[str, object]:  # fmt: skip
+    return {
+        "x": x.data_ptr(), "codes": codes.data_ptr(), "scales": scales.data_ptr(), "y": y.data_ptr(),
+        "bias": None if bias is None else bias.data_ptr(), "x_stride": x.stride(0), "y_stride": y.stride(0),
+        "m": x.shape[0], "n": y.shape[1], "k": x.shape[1], "dtype": DTYPE_CODES[x.dtype],
+        "layout": LAYOUT_CODES[layout], "sm_count": _sm_count(x.device), "chained": chained,
+    }  # fmt: skip
+
+
+def _launch(
+    step: str, args: ctypes.Structure, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor,
+    bias: torch.Tensor | None, y: torch.Tensor,
+) -> None:  # fmt: skip
+    if not y.numel():
+        return
+    reads = {"x": x, "codes": codes, "scales": scales} | ({} if bias is None else {"bias": bias})
+    build.launch(steps.step(step), args, x.device, reads=reads, writes={"y": y})
+
+
+def _sm_count(device: torch.device) -> int:
+    """Multiprocessors to share the work over; in emulation a small number, so that a block has several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _pick_step(op: str, step: str | steps.Step | None, device: torch.device) -> steps.Step:
+    if step is None:
+        fitting = [s for s in steps.steps(op) if _device_misfit(s, device) is None]
+        if not fitting:
+            raise ValueError(f"{op}: no step runs on {torch.cuda.get_device_name(device)}")
+        return max(fitting, key=lambda s: (s.kept, s.order))
+    chosen = step if isinstance(step, steps.Step) else steps.step(step if "/" in step else f"{op}/{step}")
+    if chosen.op != op:
+        raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")
+    return chosen
+
+
+def _resolve_step(
+    op: str, step: str | steps.Step | None, x: torch.Tensor, w: Fp4Weight | Fp8Weight, bias: torch.Tensor | None
+) -> steps.Step:
+    """Checks x, w and bias; the step asked for, or the fastest."""
+    _check_activations(x, w)
+    if bias is not None:
+        _check_bias(bias, x, w)
+    chosen = _pick_step(op, step, x.device)
+    reason = _device_misfit(chosen, x.device)
+    if reason is None and DTYPE_NAMES[x.dtype] not in chosen.dtypes:
+        reason = f"x: dtype {x.dtype} must be one of {', '.join(chosen.dtypes)}"
+    if reason is None and x.numel():
+        row_bytes = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
+        if x.data_ptr() % chosen.alignment or row_bytes % chosen.alignment:
+            reason = f"x: address and row stride must be multiples of {chosen.alignment} bytes; pass x.clone()"
+    if reason is not None:
+        raise ValueError(f"step: {chosen.id} does not fit: {reason}")
+    return chosen
+
+
+def _device_misfit(step: steps.Step, device: torch.device) -> str | None:
+    if device.type != "cuda" or step.runs_on(torch.cuda.get_device_capability(device)):
+        return None
+    return f"{torch.cuda.get_device_name(device)} is not one of {', '.join(step.architectures)}"
+
+
+def _check_activations(x: torch.Tensor, w: Fp4Weight | Fp8Weight) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: a torch.Tensor is needed, not {type(x).__name__}")
+    if x.dim() != 2:
+        raise ValueError(f"x: shape {tuple(x.shape)} must have 2 dims, [m, k]")
+    if x.dtype not in DTYPE_CODES:
+        raise ValueError(f"x: dtype {x.dtype} must be torch.bfloat16 or torch.float16")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x: device {x.device} must be a CUDA device, or cpu for emulation")
+    if x.device != w.device:
+        raise ValueError(f"x: device {x.device} must equal that of w, {w.device}")
+    if x.shape[1] != w.k:
+        raise ValueError(f"x: its {x.shape[1]} columns must equal the {w.k} of w")
+    if x.shape[0] > MAX_ROWS:
+        raise ValueError(f"x: {x.shape[0]} rows are more than the {MAX_ROWS} of a matvec")
+    if x.stride(1) != 1:
+        raise ValueError(f"x: the last dim's stride is {x.stride(1)} and must be 1; pass x.contiguous()")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("x: requires grad, and there is no backward; use torch.no_grad() or x.detach()")
+
+
+def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: Fp4Weight | Fp8Weight) -> None:
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: a torch.Tensor is needed, not {type(bias).__name__}")
+    if bias.shape != (w.n,):
+        raise ValueError(f"bias: shape {tuple(bias.shape)} must be ({w.n},)")
+    if bias.dtype != x.dtype or bias.device != x.device:
+        raise ValueError(f"bias: {bias.dtype} on {bias.device} must be like x, {x.dtype} on {x.device}")
+    if bias.stride(0) != 1:
+        raise ValueError(f"bias: its stride is {bias.stride(0)} and must be 1; pass bias.contiguous()")
+    if bias.requires_grad and torch.is_grad_enabled():
+        raise ValueError("bias: requires grad, and there is no backward; use torch.no_grad() or bias.detach()")
+
+
+# ---- weights from files ----------------------------------------------------------------------------------------------
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+_LARGEST_HEADER = 100 << 20
+
+
+def load_weight(path: str | Path, name: str | None = None) -> torch.Tensor:
+    """A tensor by its name from a local ``.safetensors`` file or a ``torch.save``d state dict, on the CPU.
+
+    Only that tensor's bytes are read from a safetensors file. With ``name`` None the file must hold one tensor.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is neither, or a name that it does not hold; the text lists close names.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"path: there is no file {path}")
+    if path.suffix == ".safetensors":
+        return _load_safetensors(path, name)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"path: {path} holds a {type(state).__name__}, not a dict of tensors")
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors[_known_name(path, name, list(tensors))]
+
+
+def weight_names(path: str | Path) -> list[str]:
+    """The names of the tensors in a ``.safetensors`` file."""
+    return list(_safetensors_header(Path(path))[0])
+
+
+def _load_safetensors(path: Path, name: str | None) -> torch.Tensor:
+    header, data_start = _safetensors_header(path)
+    entry = header[_known_name(path, name, list(header))]
+    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"name: {name!r} of {path} has dtype {entry['dtype']}; known: {', '.join(_SAFETENSORS_DTYPES)}")
+    begin, end = entry["data_offsets"]
+    with path.open("rb") as file:
+        file.seek(data_start + begin)
+        data = bytearray(file.read(end - begin))
+    if len(data) != end - begin:
+        raise ValueError(f"path: {path} is cut short: {name!r} needs {end - begin} bytes and {len(data)} are left")
+    if not data:
+        return torch.empty(entry["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry["shape"])
+
+
+def _safetensors_header(path: Path) -> tuple[dict[str, dict], int]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= _LARGEST_HEADER else b""
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"path: {path} is not a safetensors file") from error
+    return header, 8 + length
+
+
+def _known_name(path: Path, name: str | None, known: list[str]) -> str:
+    if name is None and len(known) == 1:
+        return known[0]
+    if name in known:
+        return str(name)
+    close = difflib.get_close_matches(name or "", known, 5, 0.3) or known[:5]
+    raise ValueError(f"name: {name!r} is not in {path}, which holds {len(known)} tensors such as {', '.join(close)}")
