@@ -169,6 +169,7 @@ struct Copy {  // a cp.async that has been issued
 struct Warp;
 struct Worker;
 struct Shadow;
+struct Readers;
 
 struct Snapshot {  // what the threads that left one barrier know of everybody: shared, never changed
   uint32_t references, mark;
@@ -182,9 +183,11 @@ struct Thread {
   char* window;
   Worker* worker;
   Snapshot* known;
+  Readers* reads;                      // its warp's part of Shadow::readers
   uint32_t clock;                      // its own time, which passes at barriers
   uint32_t copies_issued, copies_over;  // the time of its cp.async agent: as issued, and as waited for
   uint32_t proven;                     // an epoch that it is known to come after
+  uint32_t shared_bytes;
   bool checking;
   Warp* warp;
   uint32_t linear, lane;
@@ -239,24 +242,29 @@ struct Launch {
 constexpr uint32_t CLOCK_BITS = 20, MAX_CLOCK = (1u << CLOCK_BITS) - 1;
 constexpr uint32_t ATOMIC = 0x80000000u;  // in a write's place: made by an atomic
 
-// Those who read some bytes of a 4-byte word: the lanes `mask` of a warp, at one time of theirs.
+// The lanes of a warp that read some bytes of a 4-byte word at one time of theirs.
 struct Readers {
-  uint32_t key;  // warp, bytes, clock
-  uint32_t mask, place, next;
-};
-struct ReadWord {
-  uint32_t generation;
-  Readers last;  // `next` leads to the others, in Shadow::more
+  uint32_t key;  // which bytes, and the clock
+  uint32_t lanes, place;
+  uint32_t next;  // index in Shadow::more of what the warp read of the word otherwise
 };
 
-// What is known of every byte of shared memory.
+constexpr uint32_t WORDS = WINDOW_BYTES / 4;
+
+// What is known of every byte of shared memory. Clocks are drawn from one counter, so that a barrier of the whole block
+// is a time before which everybody knows of everything: no read before it needs to be looked at again.
 struct Shadow {
-  uint32_t written[WINDOW_BYTES];        // epoch of the last write; 0: none
+  uint32_t written[WINDOW_BYTES];        // epoch of the last write in this block; 0: none
   uint32_t written_place[WINDOW_BYTES];  // offset of its code in the step's library
-  ReadWord read[WINDOW_BYTES / 4];
-  // After a barrier of the whole block everybody knows of every read before it: they are forgotten at once.
-  uint32_t generation = 0;
+  uint32_t read[WORDS];                  // a clock not before any read
+  Readers* readers[MAX_WARPS];           // of each warp, WORDS of them
   std::vector<Readers> more;
+  uint32_t now = 0, barrier = 0;         // the counter; when it stood at the last barrier of the whole block
+
+  Shadow();
+  ~Shadow();
+  Shadow(const Shadow&) = delete;
+  Shadow& operator=(const Shadow&) = delete;
 };
 
 struct Worker {
@@ -317,6 +325,14 @@ char* map_window() {
   }
   for (char* p : rejected) munmap(p, WINDOW_BYTES);
   return window;
+}
+
+Shadow::Shadow() {
+  for (Readers*& warp : readers) warp = reinterpret_cast<Readers*>(map(WORDS * sizeof(Readers)));
+}
+
+Shadow::~Shadow() {
+  for (Readers* warp : readers) munmap(warp, WORDS * sizeof(Readers));
 }
 
 Worker::Worker() : threads(MAX_THREADS), warps(MAX_WARPS) {
@@ -459,7 +475,12 @@ void know(Worker& w, Thread& t, Snapshot* s) {
   if (s) ++s->references;
 }
 
-// The threads `first`, next(first) ... meet: each comes to know what any of them knew or did.
+uint32_t tick(Worker& w) {
+  if (++w.shadow->now > MAX_CLOCK) report("check mode follows a block through 2^20 barriers, not more");
+  return w.shadow->now;
+}
+
+// The threads that members(f) calls f for meet: each comes to know what any of them knew or did.
 template <typename Members>
 void join(Worker& w, Members members) {
   const uint32_t count = w.launch->block_threads;
@@ -475,10 +496,11 @@ void join(Worker& w, Members members) {
       for (uint32_t i = 0; i < 2 * count; ++i) joined->clocks[i] = std::max(joined->clocks[i], t.known->clocks[i]);
     first = false;
   });
+  const uint32_t now = tick(w);
   members([&](Thread& t) {
     joined->clocks[t.linear] = t.clock;
     joined->clocks[count + t.linear] = t.copies_over;
-    if (++t.clock > MAX_CLOCK) report("check mode follows a thread through 2^20 barriers, not more");
+    t.clock = now;
   });
   members([&](Thread& t) { know(w, t, joined); });
 }
@@ -531,33 +553,29 @@ std::string at_offset(unsigned bytes, uint32_t offset) {
   report("uninitialised: " + who(t) + " reads " + at_offset(bytes, offset) + ", which nobody wrote, at " + code(pc));
 }
 
-void add_reader(Thread& t, uint32_t word, uint32_t bytes, uint32_t place) {
+inline void add_reader(Thread& t, uint32_t word, uint32_t bytes, uint32_t place) {
   Shadow& shadow = *t.worker->shadow;
-  ReadWord& cell = shadow.read[word];
-  const uint32_t key = (t.linear / 32) << 24 | bytes << 20, lane = 1u << t.lane;
-  // The clock is compared beside the key: both together would not fit 32 bits with room for more warps.
-  if (cell.generation != shadow.generation) {
-    cell.generation = shadow.generation;
-    cell.last = {key | t.clock, lane, place, 0};
+  Readers& r = t.reads[word];
+  const uint32_t key = bytes << CLOCK_BITS | t.clock, lane = 1u << t.lane;
+  shadow.read[word] = shadow.now;
+  if (r.key == key) {
+    r.lanes |= lane;
+    r.place = place;
     return;
   }
-  if (cell.last.key == (key | t.clock)) {
-    cell.last.mask |= lane;
-    cell.last.place = place;
+  if ((r.key & MAX_CLOCK) < shadow.barrier) {
+    r = {key, lane, place, 0};
     return;
   }
-  for (uint32_t i = cell.last.next; i; i = shadow.more[i].next) {
-    Readers& r = shadow.more[i];
-    if (r.key != (key | t.clock)) continue;
-    std::swap(r.key, cell.last.key);  // the latest warp first: its other lanes come next
-    std::swap(r.mask, cell.last.mask);
-    std::swap(r.place, cell.last.place);
-    cell.last.mask |= lane;
-    cell.last.place = place;
+  for (uint32_t i = r.next; i; i = shadow.more[i].next) {
+    Readers& other = shadow.more[i];
+    if (other.key != key) continue;
+    other.lanes |= lane;
+    other.place = place;
     return;
   }
-  shadow.more.push_back(cell.last);
-  cell.last = {key | t.clock, lane, place, static_cast<uint32_t>(shadow.more.size() - 1)};
+  shadow.more.push_back(r);
+  r = {key, lane, place, static_cast<uint32_t>(shadow.more.size() - 1)};
 }
 
 template <typename F>
@@ -585,12 +603,10 @@ inline void shared_read(Thread& t, uint32_t offset, unsigned bytes, uintptr_t pc
     t.proven = epoch;
   }
   const uint32_t place = place_of(t, pc);
-  if (bytes >= 4 && offset % 4 == 0) {
-    for (uint32_t word = offset / 4; word < (offset + bytes) / 4; ++word) add_reader(t, word, 15, place);
-    if (bytes % 4 == 0) return;
-    bytes %= 4, offset = (offset + bytes) / 4 * 4;
-  }
-  each_word(offset, bytes, [&](uint32_t word, uint32_t mask) { add_reader(t, word, mask, place); });
+  if (bytes <= 4 && offset % bytes == 0)
+    add_reader(t, offset / 4, ((1u << bytes) - 1) << offset % 4, place);
+  else
+    each_word(offset, bytes, [&](uint32_t word, uint32_t mask) { add_reader(t, word, mask, place); });
 }
 
 // A write by the agent and at the time of `epoch`, on behalf of t. `place` may carry ATOMIC.
@@ -609,20 +625,18 @@ void shared_write(Thread& t, uint32_t offset, unsigned bytes, uint32_t epoch, co
     shadow.written_place[i] = place;
   }
   each_word(offset, bytes, [&](uint32_t word, uint32_t mask) {
-    ReadWord& cell = shadow.read[word];
-    if (cell.generation != shadow.generation) return;
-    for (const Readers* r = &cell.last;; r = &shadow.more[r->next]) {
-      if (r->key >> 20 & mask) {
-        const uint32_t first = r->key >> 24 << 5;
-        for (uint32_t lanes = r->mask; lanes; lanes &= lanes - 1) {
-          const uint32_t reader = first + static_cast<uint32_t>(__builtin_ctz(lanes));
+    if (shadow.read[word] < shadow.barrier) return;
+    for (uint32_t warp = 0; warp < w.launch->block_warps; ++warp)
+      for (const Readers* r = &shadow.readers[warp][word]; (r->key & MAX_CLOCK) >= shadow.barrier;
+           r = &shadow.more[r->next]) {
+        for (uint32_t lanes = r->key >> CLOCK_BITS & mask ? r->lanes : 0; lanes; lanes &= lanes - 1) {
+          const uint32_t reader = warp * 32 + static_cast<uint32_t>(__builtin_ctz(lanes));
           if (!comes_after(t, epoch_of(reader, r->key & MAX_CLOCK)))
             report_after_read(t, verb, offset, bytes, reader, r->place, pc);
         }
+        if (!r->next) break;
       }
-      if (!r->next) break;
-    }
-    if (mask == 15) cell.generation = shadow.generation - 1;  // all of them are before this write
+    if (mask == 15) shadow.read[word] = 0;  // all of them are before this write
   });
 }
 
@@ -695,8 +709,7 @@ inline __attribute__((always_inline)) void plain_access(const void* pointer, uns
   if (aligned && address % bytes) report_misaligned(t, address, bytes, WRITE, pc);
   const uintptr_t offset = address - reinterpret_cast<uintptr_t>(t.window);
   if (offset < WINDOW_BYTES) {
-    const size_t size = t.worker->launch->shared_bytes;
-    if (offset >= size || size - offset < bytes) report_shared_bounds(t, offset, bytes, WRITE, pc);
+    if (offset + bytes > t.shared_bytes) report_shared_bounds(t, offset, bytes, WRITE, pc);
     if (WRITE)
       shared_write(t, static_cast<uint32_t>(offset), bytes, epoch_of(t.linear, t.clock), "writes", 0, pc);
     else
@@ -706,6 +719,17 @@ inline __attribute__((always_inline)) void plain_access(const void* pointer, uns
   other_access(t, address, bytes, WRITE, pc);
 }
 
+// The counter runs on from block to block: what is noted of the last block's reads lies before this one's start.
+void start_clocks(Shadow& shadow) {
+  if (shadow.now > MAX_CLOCK / 2) {
+    for (Readers* warp : shadow.readers) memset(warp, 0, WORDS * sizeof(Readers));
+    memset(shadow.read, 0, sizeof shadow.read);
+    shadow.now = 0;
+  }
+  shadow.barrier = ++shadow.now;
+  shadow.more.assign(1, {});
+}
+
 void start_checking(Worker& w) {
   Launch& launch = *w.launch;
   const bool checking = launch.config.check != 0;
@@ -713,8 +737,7 @@ void start_checking(Worker& w) {
   Snapshot* none = nullptr;
   if (checking) {
     memset(w.shadow->written, 0, launch.shared_bytes * sizeof(uint32_t));
-    ++w.shadow->generation;
-    w.shadow->more.assign(1, {});
+    start_clocks(*w.shadow);
     w.free_snapshots.clear();
     for (auto& s : w.snapshots) w.free_snapshots.push_back(s.get());
     none = new_snapshot(w);
@@ -724,7 +747,9 @@ void start_checking(Worker& w) {
     Thread& t = w.threads[i];
     t.checking = checking;
     t.known = nullptr;
-    t.clock = 1;
+    t.shared_bytes = static_cast<uint32_t>(launch.shared_bytes);
+    t.reads = checking ? w.shadow->readers[i / 32] : nullptr;
+    t.clock = checking ? w.shadow->now : 0;
     t.copies_issued = t.copies_over = 0;
     t.proven = 0;
     if (checking) know(w, t, none);
@@ -878,7 +903,7 @@ void release_block(Worker& w) {
     join(w, [&](auto f) {
       for (uint32_t i = 0; i < w.launch->block_threads; ++i) f(w.threads[i]);
     });
-    ++w.shadow->generation;
+    w.shadow->barrier = w.shadow->now;
     w.shadow->more.resize(1);
   }
   w.at_barrier = 0;
