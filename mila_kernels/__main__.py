@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .paths import NOTEBOOKS, RESULTS
 
@@ -194,37 +194,41 @@ def _check_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
+    parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape outside that table")
     parser.add_argument("--all", action="store_true", help="every named workload of each operation")
     parser.add_argument("--cache", choices=("cold", "hot"), default="cold", help="L2 before each launch (default cold)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs (default 0)")
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from . import bench, build, results
+    from . import bench, results
 
-    if build.resolve_device("auto").type != "cuda":
-        print("bench: no GPU here, and times of emulation are not performance. Recorded times: report", file=sys.stderr)
-        return WRONG_USE
     cases = [(step, workload) for step in _steps(args.steps) for workload in _bench_workloads(step, args)]
+    try:
+        bench.need_cuda()
+    except bench.NoDevice as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return WRONG_USE
     failures = 0
     with results.RunWriter() as run:
+        print(f"run {run.run_id}: {bench.run_ceilings(run)}", flush=True)
         for step, workload in _progress(cases):
             row = bench.bench(step, workload, cache=args.cache, seed=args.seed, run=run)
             failures += row.status != "ok"
-            figure = (
-                f"{row.median_us:.1f} us ({row.p10_us:.1f} to {row.p90_us:.1f})" if row.status == "ok" else row.error
-            )
-            print(f"{row.status:6}  {step.id}  {workload.name or workload.shape}  {row.cache}  {figure}")
+            print(bench.line(row), flush=True)
+        print(f"rows in {run.folder}; keep them: python -m mila_kernels record {run.run_id} --as GPU")
     return FAILED if failures else OK
 
 
 def _bench_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
     from . import shapes
 
-    if args.workload:
-        return [w for w in map(shapes.workload, args.workload) if w.op == step.op]
-    named = shapes.workloads(step.op)
-    return named if args.all else named[:1]
+    named = [w for w in map(shapes.workload, args.workload) if w.op == step.op]
+    chosen = named + [shapes.parse_shape(step.op, text) for text in args.shape]
+    if chosen or args.workload:
+        return chosen
+    table = shapes.workloads(step.op)
+    return table if args.all else table[:1]
 
 
 # ---------------------------------------------------------------------------------------------- static, profile

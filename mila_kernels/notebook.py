@@ -13,21 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from . import paths, peaks, results, shapes, steps
 from .results import RunRow, RunWriter, TimingRow
 from .shapes import Workload
-from .steps import Step
 
 if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
+    from .bench import Cache
+
 PRESETS = ("quick", "full")
-GROUP = 128  # columns of a weight matrix that share one FP32 scale
+GROUP = 128  # columns of a weight matrix that share one scale
 _OPEN_CASE = ".open_case.json"
 
 
@@ -100,29 +101,41 @@ class Ceilings:
 def work(workload: Workload) -> Work:
     """Operations and fewest bytes of a workload; of one with several parts, their mean.
 
-    Attention counts the (query, key) pairs inside the mask, 4 operations a pair and column, and reads Q, K and V once
-    and writes O once. A matrix product counts 2 operations a weight and row, and moves packed weights, an FP32 scale a
-    group of 128 columns (FP8: a row), x and y.
+    The operation's own count where there is one. Else attention is 4 operations a column for each pair of a query and
+    a key inside the mask, Q, K and V read once and O written once; a matrix product is 2 operations a weight and row,
+    with packed weights, a BF16 scale a group of 128 columns, x and y moved once.
     """
-    parts = [_attention(part) if part.is_attention else _linear(part) for part in workload.parts()]
-    return Work(sum(part.flops for part in parts) / len(parts), sum(part.bytes for part in parts) / len(parts))
+    from . import ops
+
+    op = ops.OPS.get(workload.op)
+    count = (op.flops, op.bytes) if op else _ATTENTION if workload.is_attention else _LINEAR
+    parts = workload.parts()
+    flops, moved = (sum(of(part) for part in parts) / len(parts) for of in count)
+    return Work(flops, moved)
 
 
 _BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 
-def _attention(w: Workload) -> Work:
-    flops = 4.0 * w.batch * w.q_heads * w.head_dim * w.pairs
+def _attention_flops(w: Workload) -> float:
+    return 4.0 * w.batch * w.q_heads * w.head_dim * w.pairs
+
+
+def _attention_bytes(w: Workload) -> float:
     seen = min(w.kv_len, w.window + w.q_len - 1) if w.window and w.causal else w.kv_len
     queries = 2 * w.q_len * w.q_heads * _BYTES[w.dtype]
-    keys = 2 * seen * w.kv_heads * _BYTES[w.kv_dtype or w.dtype]
-    return Work(flops, w.batch * w.head_dim * (queries + keys))
+    return w.batch * w.head_dim * (queries + 2 * seen * w.kv_heads * _BYTES[w.kv_dtype or w.dtype])
 
 
-def _linear(w: Workload) -> Work:
-    weight, scales = (1.0, w.n) if w.op == "matvec_fp8" else (0.5, w.n * -(-w.k // GROUP))
-    moved = w.n * w.k * weight + 4.0 * scales + (w.m * w.k + w.m * w.n) * _BYTES[w.dtype]
-    return Work(2.0 * w.n * w.k * w.m, moved)
+def _linear_flops(w: Workload) -> float:
+    return 2.0 * w.n * w.k * w.m
+
+
+def _linear_bytes(w: Workload) -> float:
+    return w.n * w.k * (_BYTES["fp4"] + 2.0 / GROUP) + (w.m * w.k + w.m * w.n) * _BYTES[w.dtype]
+
+
+_ATTENTION, _LINEAR = (_attention_flops, _attention_bytes), (_linear_flops, _linear_bytes)
 
 
 # ---------------------------------------------------------------------------------------------- the session
@@ -217,17 +230,19 @@ class Session:
 
     # -- times are measured on a GPU, and read elsewhere
 
-    def time(self, names: Sequence[str], workloads: Sequence[Workload], cache: str = "cold") -> pd.DataFrame:
+    def time(self, names: Sequence[str], workloads: Sequence[Workload], cache: Cache = "cold") -> pd.DataFrame:
         """Timings of steps on workloads with rates, limit and share beside them; those of failed cases have none.
 
         Measured here on a GPU, each row written as its case ends; elsewhere the latest recorded ones, perhaps none.
         """
         chosen = [steps.step(name) for name in names]
         if self.live:
-            self.ceilings()
-            for step in chosen:
-                for workload in workloads:
-                    self._measure(step, workload, cache)
+            from . import bench
+
+            with self.run as run:
+                for step in chosen:
+                    for workload in workloads:
+                        bench.bench(step, workload, cache=cache, seed=self.seed, run=run)
         table = results.table("timings", self.source)
         keys = {(step.op, step.name): place for place, step in enumerate(chosen)}
         wanted = {workload.shape: place for place, workload in enumerate(workloads)}
@@ -238,16 +253,6 @@ class Session:
         kept = sorted((place, i) for i, place in enumerate(places) if None not in place and place[2])
         return results.with_rates(table.iloc[[i for _, i in kept]].reset_index(drop=True), self.source)
 
-    def _measure(self, step: Step, workload: Workload, cache: str) -> None:
-        from . import bench
-
-        case = TimingRow(
-            op=step.op, step=step.name, source_sha=step.source_sha, workload=workload.name, shape=workload.shape,
-            dtype=workload.dtype, cache=cache, status="failed", error="not finished",
-        )  # fmt: skip
-        with self.run as run, open_case(run, case):
-            bench.bench(step, workload, cache=cache, seed=self.seed, run=run)
-
     def ceilings(self) -> Ceilings:
         """Measured here once a run, else recorded, else from the data sheet of the GPU named (``measured`` False).
 
@@ -257,8 +262,7 @@ class Session:
             from . import bench
 
             with self.run as run:
-                if run.row.read_gbps is None or run.row.bf16_tflops is None:
-                    bench.ceilings(run)
+                bench.run_ceilings(run)
         known = [row for row in self.runs() if row.read_gbps and row.bf16_tflops]
         if known:
             row = max(known, key=lambda one: one.utc)
@@ -295,6 +299,69 @@ class Session:
 
     # -- charts and tables
 
+    def ladder(self, names: Sequence[str], workload: Workload, rows: pd.DataFrame) -> pd.DataFrame:
+        """Steps on one workload as text: time, rate, share of the limit, gain on the step before; published beside."""
+        from . import report
+
+        published = report.published(workload.op, workload.name) if workload.name else pd.DataFrame()
+        theirs = {str(row["step"]): row for row in _records(published)}
+        ours = {str(row["step"]): row for row in _records(rows) if row["shape"] == workload.shape}
+        table = []
+        our_last = their_last = None
+        for name in (steps.step(name).name for name in names):
+            line = {"step": name, **self._time_cells(ours.get(name))}
+            our_ms, their_ms = _ms(ours.get(name)), theirs.get(name, {}).get("ms")
+            line["gain"] = _gain(our_last, our_ms)
+            if theirs:
+                gpu = next(iter(theirs.values()))["gpu"]
+                line |= {f"published, {gpu}": _cell(their_ms), "published gain": _gain(their_last, their_ms)}
+            table.append(line)
+            our_last, their_last = our_ms, their_ms
+        return pd.DataFrame(table).set_index("step")
+
+    def _time_cells(self, timed: dict[str, Any] | None) -> dict[str, str]:
+        """Time, spread, rate and share of the limit of one timing, in words where it has none."""
+        what = f"measured here ({self.device})" if self.live else f"recorded, {self.gpu}"
+        cells = dict.fromkeys((what, "p10 to p90", "rate", "share of the limit"), "")
+        if timed is None or timed["status"] != "ok":
+            return cells | {what: "not recorded" if timed is None else f"failed: {timed['error']}"}
+        share = "" if pd.isna(timed["share"]) else f"{100 * timed['share']:.2g} %"
+        values = (
+            _cell(_ms(timed)) + (" (stale)" if timed["stale"] else ""),
+            f"{timed['p10_us'] / 1e3:.4g} to {timed['p90_us'] / 1e3:.4g} ms",
+            f"{timed['tflops']:.3g} TFLOP/s",
+            share,
+        )
+        return dict(zip(cells, values, strict=True))
+
+    def points(self) -> pd.DataFrame:
+        """Every named workload: its work, its limit and, where known for this GPU, the time of its fastest step."""
+        ceilings = self.ceilings()
+        best = self._fastest(ceilings.gpu)
+        table = []
+        for workload in shapes.workloads():
+            needed = work(workload)
+            table.append({
+                "op": workload.op, "workload": workload.name, "flops": needed.flops, "bytes": needed.bytes,
+                "intensity": needed.intensity, "bound": ceilings.bound(workload.op, needed),
+                "limit_us": ceilings.limit_us(workload.op, needed),
+                "median_us": best.get(workload.name, float("nan")), "unit": workload.unit, "peer": workload.peer,
+                "peer_name": workload.peer_name,
+            })  # fmt: skip
+        return pd.DataFrame(table)
+
+    def _fastest(self, gpu: str) -> dict[str, float]:
+        """Workload to the least cold median, of this run or of the recorded ones of the same GPU."""
+        found: dict[str, float] = {}
+        for folder in dict.fromkeys((self.source, paths.RESULTS / self.gpu)):
+            same = {row.run_id for row in results.read(folder, "runs") if row.gpu == gpu}
+            rows = results.table("timings", folder)
+            rows = rows[rows["run_id"].isin(same) & (rows["status"] == "ok") & (rows["cache"] == "cold")]
+            rows = rows[(rows["workload"] != "") & ~rows["stale"]]
+            for name, micros in rows.groupby("workload")["median_us"].min().items():
+                found[str(name)] = min(float(micros), found.get(str(name), float("inf")))
+        return found
+
     def show(self, name: str, rows: pd.DataFrame, draw: Callable[[pd.DataFrame], Figure]) -> None:
         """Draw rows, save the chart as ``figures/<name>`` of the run, and display it; without rows say that."""
         from IPython.display import Markdown, display
@@ -310,6 +377,109 @@ class Session:
         # Both forms: a notebook that is not trusted shows no SVG.
         image = base64.b64encode(png.read_bytes()).decode()
         display({"image/svg+xml": svg.read_text(encoding="utf-8"), "image/png": image}, raw=True)
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _ms(timed: dict[str, Any] | None) -> float | None:
+    return float(timed["median_us"]) / 1e3 if timed and timed["status"] == "ok" else None
+
+
+def _cell(ms: float | None) -> str:
+    from .plots import number
+
+    return "not known" if ms is None else f"{number(ms)} ms"
+
+
+def _gain(before: float | None, after: float | None) -> str:
+    return f"{before / after:.2f} x" if before and after else ""
+
+
+def ceilings_table(ceilings: Ceilings) -> pd.DataFrame:
+    """The ceilings beside the data sheet's figures, as text."""
+    sheet = peaks.peak(ceilings.gpu)
+    given = {
+        "read, GB/s": (ceilings.read_gbps, sheet.dram_gbps if sheet else None),
+        "BF16 matmul, TFLOP/s": (ceilings.bf16_tflops, sheet.bf16_tflops if sheet else None),
+        "FP8 matmul, TFLOP/s": (ceilings.fp8_tflops, sheet.fp8_tflops if sheet else None),
+    }
+    table = [
+        {
+            "ceiling": name,
+            "measured": f"{reached:,.0f}" if reached and ceilings.measured else "not recorded",
+            "data sheet": f"{peak:,.0f}" if peak else "",
+            "share": f"{100 * reached / peak:.0f} %" if reached and peak and ceilings.measured else "",
+        }
+        for name, (reached, peak) in given.items()
+    ]
+    ridge = 1e3 * ceilings.bf16_tflops / ceilings.read_gbps
+    table.append(
+        {"ceiling": "BF16 ridge, FLOP a byte", "measured" if ceilings.measured else "data sheet": f"{ridge:.0f}"}
+    )
+    return pd.DataFrame(table).fillna("").set_index("ceiling")
+
+
+def costs_table(session: Session, workload: Workload, costs: dict[str, tuple[str, float]]) -> pd.DataFrame:
+    """What resources need for some work, each as if it were the only one: amount, time, multiple of the limit.
+
+    A cost is a resource and an amount: ``arithmetic`` (operations on tensor cores), ``fma`` (scalar multiply-adds),
+    ``warp loads`` (load instructions of a warp), ``memory`` (bytes of device memory). Clock and multiprocessors are the
+    data sheet's: 128 FMA and one warp's load a clock and multiprocessor.
+    """
+    ceilings = session.ceilings()
+    sheet = peaks.peak(ceilings.gpu) or data_sheet(session.gpu)
+    clocks_us = (sheet.sms or 0) * (sheet.sm_mhz or 0)  # of all multiprocessors in a microsecond
+    rates = {
+        "arithmetic": (ceilings.tflops(workload.op) * 1e6, "operations"),
+        "fma": (128 * clocks_us, "FMA"),
+        "warp loads": (clocks_us, "warp instructions"),
+        "memory": (ceilings.read_gbps * 1e3, "bytes"),
+    }
+    limit = ceilings.limit_us(workload.op, work(workload))
+    table = []
+    for name, (resource, amount) in costs.items():
+        rate, unit = rates[resource]
+        micros = amount / rate
+        times = f"{micros / limit:.3g}"
+        table.append(
+            {"resource": name, "amount": f"{amount:.3g} {unit}", "time": _cell(micros / 1e3), "x limit": times}
+        )
+    return pd.DataFrame(table).set_index("resource")
+
+
+def workloads_table(points: pd.DataFrame) -> pd.DataFrame:
+    """Session.points() as text: intensity, which ceiling, least time, the best peer and ours in the workload's unit."""
+    from .plots import number
+
+    table = []
+    for row in _records(points):
+        rate = row["unit"] == "tflops"
+        ours = row["flops"] / row["median_us"] / 1e6 if rate else row["median_us"]
+        unit = "TFLOP/s" if rate else "us"
+        table.append({
+            "workload": row["workload"], "FLOP/byte": number(row["intensity"]), "limit": row["bound"],
+            "least time": f"{number(row['limit_us'])} us",
+            "best peer": f"{number(row['peer'])} {unit}, {row['peer_name']}" if pd.notna(row["peer"]) else "",
+            "ours": f"{number(ours)} {unit}" if pd.notna(ours) else "",
+        })  # fmt: skip
+    return pd.DataFrame(table).set_index("workload")
+
+
+def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Session.check() as text: one row a step and shape."""
+    table = rows.assign(
+        error=[f"{value:.1e}" for value in rows["rel_l2"]],
+        bound=[f"{value:.1e}" for value in rows["bound"]],
+        verdict=["ok" if passed else "FAILED" for passed in rows["passed"]],
+    )
+    return table[["step", "shape", "backend", "error", "bound", "verdict"]].set_index("step")
+
+
+def only(published: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """The published figures of the steps that are among the rows."""
+    return published[published["step"].isin(rows["step"])]
 
 
 def data_sheet(gpu: str) -> peaks.Peak:

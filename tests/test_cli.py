@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mila_kernels import __main__ as cli
 from mila_kernels import counters
@@ -67,7 +68,7 @@ def test_unknown_step_is_wrong_use_and_names_close_ones(capsys: pytest.CaptureFi
 def test_wrong_use_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith((f"mila_kernels {arguments[0]}: ", "bench: no GPU"))
+    assert error.startswith(f"mila_kernels {arguments[0]}: ")
     assert error.count("\n") == 1
 
 
@@ -104,10 +105,10 @@ def test_check_fails_with_exit_code_1_when_the_error_is_above_its_bound(
     assert "FAILED" in out and "0 of 1 cases passed, 1 FAILED" in out
 
 
-@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a GPU, so bench measures")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so bench measures")
 def test_bench_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "prefill"]) == 2
-    assert "no GPU" in capsys.readouterr().err
+    assert "CUDA device" in capsys.readouterr().err
 
 
 def test_profile_without_ncu_says_what_is_missing(
