@@ -4,12 +4,12 @@ special cases."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from . import attention, linear, reference
+from . import attention, cache, linear, prefill_ring, reference
 from .shapes import Workload
 from .steps import Step
 
@@ -84,6 +84,43 @@ def _attention_bound(w: Workload) -> float:
     return {"bf16": 2.0**-8, "fp16": 2.0**-11}[w.dtype]
 
 
+def _ring_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, Any]:
+    """The smallest ring that these queries may be a chunk of; NaN in every slot that none of them sees."""
+    window = w.window or max(w.kv_len, 1)
+    capacity = max(w.q_len, 1) + window - 1
+    inputs = _attention_inputs(replace(w, window=window), seed, device)
+    first = max(0, w.kv_len - w.q_len - window + 1)
+    slots = torch.arange(first, w.kv_len, device=device) % capacity
+    rings = {}
+    for name in ("k", "v"):
+        live = inputs[name][:, first:]
+        rings[name] = live.new_full((w.batch, capacity, w.kv_heads, w.head_dim), float("nan"))
+        rings[name][:, slots] = live
+    lengths = torch.full((w.batch,), w.kv_len, dtype=torch.int32, device=device)
+    return {"q": inputs["q"], **rings, "lengths": lengths, "window": window}
+
+
+def _run_prefill_ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: str | Step | None = None, **inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    return prefill_ring.prefill_ring(q, cache.RingCache(k, v), step=step, return_lse=True, **inputs)  # type: ignore[return-value]
+
+
+def _reference_ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, window: int
+) -> tuple[torch.Tensor, ...]:
+    """Each sequence on its own: its live keys in order, the queries at the end of them."""
+    outputs = []
+    for row, length in enumerate(lengths.tolist()):
+        first = max(0, length - q.shape[1] - window + 1)
+        slots = torch.arange(first, length, device=k.device) % k.shape[1]
+        one = slice(row, row + 1)
+        outputs.append(reference.attention(q[one], k[one, slots], v[one, slots], causal=True, window=window))
+    if not outputs:
+        return reference.attention(q, k, v)
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+
 def _weight(w: Workload, generator: torch.Generator, device: torch.device) -> torch.Tensor:
     return torch.randn(w.n, w.k, generator=generator, device=device) / w.k**0.5
 
@@ -151,6 +188,10 @@ OPS: dict[str, Op] = {
     ),
     "matvec_fp8": Op(
         "matvec_fp8", _fp8_inputs, _run_matvec_fp8, _reference_matvec, _matvec_flops, _fp8_bytes, _matvec_bound
+    ),
+    "prefill_ring": Op(
+        "prefill_ring", _ring_inputs, _run_prefill_ring, _reference_ring,
+        _attention_flops, _attention_bytes, _attention_bound,
     ),
 }  # fmt: skip
 

@@ -5,27 +5,28 @@
 
 // q and o [batch, q_len, q_heads, head_dim], k and v [batch, capacity, kv_heads, head_dim]: rings in which position p
 // lives in slot p % capacity, each with its strides in elements and a contiguous head dim; lse [batch, q_heads, q_len] in
-// natural log, or null. A sequence has `length` positions, these queries' included: query i sits at position
-// length - q_len + i and sees the keys of [max(0, position - window + 1), position]. All of them must be in the ring.
+// natural log, or null. Query i sits at position length - q_len + i and sees the keys of
+// [max(0, position - window + 1), position]. The caller sees to it that the ring has them all: q_len + window - 1 slots.
 struct PrefillRingArgs {
   const void* q;
   const void* k;
   const void* v;
   void* o;
   float* lse;
-  const int32_t* lengths;  // a sequence's own length [batch], or null: `length` holds for all
+  const int32_t* lengths;  // [batch], the tokens of each sequence, these queries' included
   int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];  // batch, token or slot, head
-  int32_t batch, q_len, length, capacity, q_heads, kv_heads, head_dim;
-  int32_t window;  // keys seen, the current one included; 0: no window
+  int32_t batch, q_len, capacity, q_heads, kv_heads, head_dim;
+  int32_t window;  // keys seen, the current one included
   int32_t dtype;   // Dtype of q, k, v, o
   float scale;
 };
 
+// Nobody has looked at the lengths on a GPU: whatever they are, positions and the tile after them fit 32 bits.
 DEVICE int first_position(const PrefillRingArgs& args, int batch) {
-  return (args.lengths ? args.lengths[batch] : args.length) - args.q_len;
+  return min(max(args.lengths[batch], 0), INT32_MAX - (1 << 16)) - args.q_len;
 }
 
 // The positions that the query at `position` sees.
 DEVICE KeyRange visible_positions(const PrefillRingArgs& args, int position) {
-  return {args.window > 0 ? max(0, position - args.window + 1) : 0, max(0, position + 1)};
+  return {max(0, position - args.window + 1), max(0, position + 1)};
 }
