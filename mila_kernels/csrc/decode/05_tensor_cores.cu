@@ -11,26 +11,26 @@
 #include "merge.cuh"
 #include "tiles.cuh"
 
-constexpr int STAGES = 2;
+constexpr int TILE_BYTES = 32 * 1024, STAGES = 2;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
 
-template <typename KV, int HS, int NT>
+template <typename G, int NT>
 struct Smem {
-  Tile<KV, HS> stages[STAGES];  // K and V of a tile in turn
-  Queries<KV, HS, NT> queries;
-  float s[Shape<KV, HS>::HALVES][8 * NT][Shape<KV, HS>::Bc + 4];
+  Tile<G> stages[STAGES];  // K and V of a tile in turn
+  Queries<G, NT> queries;
+  float s[G::PARTS][8 * NT][G::Bc + 4];
 };
 
 template <typename KV, int HS, int NT>
 __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs args) {
-  using G = Shape<KV, HS>;
+  using G = Shape<KV, HS, TILE_BYTES>;
   constexpr int Bc = G::Bc;
   constexpr float TOP = std::is_same_v<Product<KV>, fp16> ? P_BITS : 0.0f;
   constexpr uint32_t ONES = std::is_same_v<Product<KV>, fp16> ? 0x3c003c00u : 0x3f803f80u;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int row_tiles = gridDim.y / args.kv_heads, kv_head = blockIdx.y / row_tiles, batch = blockIdx.z;
   const int first_row = blockIdx.y % row_tiles * ROWS, last_row = min(first_row + ROWS, row_count(args)) - 1;
-  Smem<KV, HS, NT>& smem = dynamic_smem<Smem<KV, HS, NT>>();
+  Smem<G, NT>& smem = dynamic_smem<Smem<G, NT>>();
 
   const int length = sequence_length(args, batch);
   const KeyRange keys = split_keys(visible_keys(args, length, first_row, last_row), blockIdx.x, args.splits, Bc);
@@ -47,14 +47,14 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
     const int tile = (first_tile + item / 2) * Bc;
     if (item < items) {
       const bool is_v = item % 2;
-      copy_tile<KV, HS>(smem.stages[item % STAGES], args, is_v ? args.v : args.k, is_v ? args.v_stride : args.k_stride,
+      copy_tile<G>(smem.stages[item % STAGES], args, is_v ? args.v : args.k, is_v ? args.v_stride : args.k_stride,
                         kv_head, tile, keys, place);
       if (is_v && item + 1 < items) place = find_tile<Bc>(args, batch, tile + Bc, keys, lost);
     }
     cp_async_commit_group();
   };
   for (int item = 0; item < STAGES - 1; ++item) load(item);
-  load_queries(smem.queries, args, batch, kv_head, first_row);
+  load_queries<G, NT>(smem.queries, args, batch, kv_head, first_row);
 
   // A lane of the softmax holds keys of row g of each n; a lane of the products holds rows 2t and 2t + 1.
   KeyRange row_keys[NT];
@@ -69,20 +69,20 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();  // this item is there for all, and the last one has been read
     load(item + STAGES - 1);
-    const Tile<KV, HS>& tile_smem = smem.stages[item % STAGES];
+    const Tile<G>& tile_smem = smem.stages[item % STAGES];
     const int tile = (first_tile + item / 2) * Bc;
 
     if (item % 2 == 0) {
-      const int first_key = warp % (Bc / 16) * 16, half = warp / (Bc / 16);
+      const int first_key = warp % (Bc / 16) * 16, part = warp / (Bc / 16);
       float s_regs[NT][4] = {};
-      multiply_keys<KV, HS, NT>(s_regs, tile_smem, smem.queries, first_key, half * G::STEPS);
+      multiply_keys<G, NT>(s_regs, tile_smem, smem.queries, first_key, part * G::STEPS);
       const int key = first_key + key_of_lane<KV>(g);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        smem.s[half][n * 8 + 2 * t][key] = s_regs[n][0];
-        smem.s[half][n * 8 + 2 * t + 1][key] = s_regs[n][1];
-        smem.s[half][n * 8 + 2 * t][key + 8] = s_regs[n][2];
-        smem.s[half][n * 8 + 2 * t + 1][key + 8] = s_regs[n][3];
+        smem.s[part][n * 8 + 2 * t][key] = s_regs[n][0];
+        smem.s[part][n * 8 + 2 * t + 1][key] = s_regs[n][1];
+        smem.s[part][n * 8 + 2 * t][key + 8] = s_regs[n][2];
+        smem.s[part][n * 8 + 2 * t + 1][key + 8] = s_regs[n][3];
       }
       continue;
     }
@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
         for (int j = 0; j < 4; ++j) {
           const int key = i * 16 + 2 * t + j % 2 + j / 2 * 8;
           float score = smem.s[0][n * 8 + g][key];
-          if constexpr (G::HALVES == 2) score += smem.s[1][n * 8 + g][key];
+#pragma unroll
+          for (int part = 1; part < G::PARTS; ++part) score += smem.s[part][n * 8 + g][key];
           score *= scale;
           if (masked && (tile + key < row_keys[n].begin || tile + key >= row_keys[n].end)) score = -INFINITY;
           scores[i][j] = score;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
       const uint32_t ones[4] = {ONES, ONES, ONES, ONES};
 #pragma unroll
       for (int n = 0; n < NT; ++n) mma_m16n8k16<Product<KV>>(row_sum[n], ones, p_regs[i][n].x, p_regs[i][n].y);
-      multiply_values<KV, HS, NT>(o_regs, tile_smem, p_regs[i], i * 16);
+      multiply_values<G, NT>(o_regs, tile_smem, p_regs[i], i * 16);
     }
   }
   lost = __syncthreads_or(lost);
@@ -152,8 +153,8 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
       float* o = args.partial_o + partial_index(args, batch, kv_head, row, blockIdx.x) * HS;
 #pragma unroll
       for (int m = 0; m < G::M_TILES; ++m) {
-        o[value_column<KV, HS>(m, g, 0)] = o_regs[m][n][j];
-        o[value_column<KV, HS>(m, g, 1)] = o_regs[m][n][j + 2];
+        o[value_column<G>(m, g, 0)] = o_regs[m][n][j];
+        o[value_column<G>(m, g, 1)] = o_regs[m][n][j + 2];
       }
       if (warp == 0 && g == 0)
         args.partial_sum[2 * partial_index(args, batch, kv_head, row, blockIdx.x) + 1] = lost ? NAN : row_sum[n][j];
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
 template <typename KV, int HS, int NT>
 const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
   const char* error = launch(decode_tensor_cores<KV, HS, NT>, row_grid(args, args.splits), THREADS,
-                             sizeof(Smem<KV, HS, NT>), stream, args);
+                             sizeof(Smem<Shape<KV, HS, TILE_BYTES>, NT>), stream, args);
   return error ? error : launch_merge<HS>(args, stream);
 }
 

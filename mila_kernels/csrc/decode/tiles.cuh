@@ -10,21 +10,24 @@
 template <typename KV>
 using Product = std::conditional_t<std::is_same_v<KV, e4m3>, fp16, KV>;
 
-constexpr int QUADS = 4;                 // tensor-core warps a block
-constexpr int THREADS = QUADS * WARP;
+constexpr int WARPS = 4;  // of a block
+constexpr int THREADS = WARPS * WARP;
 
-template <typename KV, int HS>
+// A tile of up to 64 keys in at most TILE_BYTES.
+template <typename KV_, int HS_, int TILE_BYTES>
 struct Shape {
+  using KV = KV_;
+  static constexpr int HS = HS_;
   static constexpr int CHUNKS = HS * static_cast<int>(sizeof(KV)) / 16;  // of a row
-  static constexpr int Bc = CHUNKS > 32 ? 32 : 64;                       // keys a tile: at most 32 KB
-  static constexpr int HALVES = 64 / Bc;       // a warp multiplies 16 keys by the whole head dim, or by half of it
-  static constexpr int STEPS = HS / 16 / HALVES;  // mma along a warp's part of the head dim
-  static constexpr int DIMS = HS / QUADS;      // columns of V a warp owns
+  static constexpr int Bc = TILE_BYTES / (16 * CHUNKS) < 64 ? TILE_BYTES / (16 * CHUNKS) : 64;  // keys
+  static constexpr int PARTS = WARPS * 16 / Bc;  // of the head dim: a warp multiplies 16 keys by one of them
+  static constexpr int STEPS = HS / 16 / PARTS;  // mma along a part
+  static constexpr int DIMS = HS / WARPS;        // columns of V a warp owns
   static constexpr int M_TILES = DIMS / 16;
 };
 
-template <typename KV, int HS>
-using Tile = uint4[Shape<KV, HS>::Bc * Shape<KV, HS>::CHUNKS];
+template <typename G>
+using Tile = uint4[G::Bc * G::CHUNKS];
 
 template <int CHUNKS>
 DEVICE int swizzled(int row, int chunk) {
@@ -72,10 +75,11 @@ DEVICE TilePlace find_tile(const DecodeArgs& args, int batch, int tile, KeyRange
 }
 
 // Starts the copy of one tile; rows outside `keys` become zeros, so that 0 times them is 0. Does not commit.
-template <typename KV, int HS>
-DEVICE void copy_tile(Tile<KV, HS>& tile_smem, const DecodeArgs& args, const void* base, const int64_t (&stride)[3],
+template <typename G>
+DEVICE void copy_tile(Tile<G>& tile_smem, const DecodeArgs& args, const void* base, const int64_t (&stride)[3],
                       int kv_head, int tile, KeyRange keys, TilePlace place) {
-  constexpr int CHUNKS = Shape<KV, HS>::CHUNKS, Bc = Shape<KV, HS>::Bc;
+  using KV = typename G::KV;
+  constexpr int CHUNKS = G::CHUNKS, Bc = G::Bc;
   const int chunk = threadIdx.x % CHUNKS, first = max(tile, keys.begin);
   const KV* column = static_cast<const KV*>(base) + kv_head * stride[2] + chunk * (16 / static_cast<int>(sizeof(KV)));
 #pragma unroll
@@ -98,18 +102,19 @@ DEVICE void copy_tile(Tile<KV, HS>& tile_smem, const DecodeArgs& args, const voi
 // ---- queries: the B operand of S^T = K Q^T ---------------------------------------------------------------------------
 
 // 8 * NT rows of Q in the order in which lanes take them. Which dims a lane takes follows from how it reads K.
-template <typename KV, int HS, int NT>
+template <typename G, int NT>
 struct Queries {
-  uint2 fragments[HS / 16][NT][WARP];
+  uint2 fragments[G::HS / 16][NT][WARP];
   float scale[8 * NT];  // of a row's scores, in base 2
 };
 
 // A warp a row. An FP16 row is scaled by a power of two to below 2, so that no BF16 query overflows it.
-template <typename KV, int HS, int NT>
-DEVICE void load_queries(Queries<KV, HS, NT>& queries, const DecodeArgs& args, int batch, int kv_head, int first_row) {
-  constexpr int PAIRS = HS / (2 * WARP);
+template <typename G, int NT>
+DEVICE void load_queries(Queries<G, NT>& queries, const DecodeArgs& args, int batch, int kv_head, int first_row) {
+  using KV = typename G::KV;
+  constexpr int PAIRS = G::HS / (2 * WARP);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  for (int n = warp; n < 8 * NT; n += QUADS) {
+  for (int n = warp; n < 8 * NT; n += WARPS) {
     const int row = first_row + n;
     const bool real = row < row_count(args);  // rows that fill up the tile are zeros
     const int64_t q = real ? query_offset(args, args.q_stride, batch, row_token(args, row), row_head(args, kv_head, row)) : 0;
@@ -153,10 +158,10 @@ DEVICE int key_of_lane(int g) {
 }
 
 // s[n] += the products of 16 keys from `first_key` with the rows of Q, along STEPS steps of the head dim from `first`.
-template <typename KV, int HS, int NT>
-DEVICE void multiply_keys(float (&s)[NT][4], const Tile<KV, HS>& k, const Queries<KV, HS, NT>& queries, int first_key,
-                          int first) {
-  constexpr int CHUNKS = Shape<KV, HS>::CHUNKS, STEPS = Shape<KV, HS>::STEPS;
+template <typename G, int NT>
+DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, const Queries<G, NT>& queries, int first_key, int first) {
+  using KV = typename G::KV;
+  constexpr int CHUNKS = G::CHUNKS, STEPS = G::STEPS;
   const int lane = threadIdx.x % WARP;
   if constexpr (std::is_same_v<KV, e4m3>) {
     const int key = first_key + key_of_lane<KV>(lane / 4);
@@ -197,10 +202,10 @@ struct alignas(BYTES) Bytes {
 };
 
 // o[m][n] += V^T P^T over 16 keys from `first_key`: the warp's columns of V by the rows of P.
-template <typename KV, int HS, int NT>
-DEVICE void multiply_values(float (&o)[Shape<KV, HS>::M_TILES][NT][4], const Tile<KV, HS>& v, const uint2 (&p)[NT],
-                            int first_key) {
-  constexpr int CHUNKS = Shape<KV, HS>::CHUNKS, M_TILES = Shape<KV, HS>::M_TILES, DIMS = Shape<KV, HS>::DIMS;
+template <typename G, int NT>
+DEVICE void multiply_values(float (&o)[G::M_TILES][NT][4], const Tile<G>& v, const uint2 (&p)[NT], int first_key) {
+  using KV = typename G::KV;
+  constexpr int CHUNKS = G::CHUNKS, M_TILES = G::M_TILES, DIMS = G::DIMS;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   if constexpr (std::is_same_v<KV, e4m3>) {
     // A lane takes DIMS / 8 neighbouring columns of its four keys; bytes of two keys make a pair: no transpose is needed.
@@ -237,9 +242,10 @@ DEVICE void multiply_values(float (&o)[Shape<KV, HS>::M_TILES][NT][4], const Til
 }
 
 // The column of V in accumulator row g (upper = 0) or g + 8 (upper = 1) of tile m.
-template <typename KV, int HS>
+template <typename G>
 DEVICE int value_column(int m, int g, int upper) {
-  constexpr int DIMS = Shape<KV, HS>::DIMS;
+  using KV = typename G::KV;
+  constexpr int DIMS = G::DIMS;
   const int warp = threadIdx.x / WARP;
   return warp * DIMS + (std::is_same_v<KV, e4m3> ? g * (DIMS / 8) + 2 * m + upper : m * 16 + g + 8 * upper);
 }
