@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mila_kernels import shapes
-from mila_kernels.paths import ROOT
+from mila_kernels import shapes, steps
+from mila_kernels.paths import DATA, ROOT
 
 
 def test_every_row_is_typed_and_its_shape_reads_back():
@@ -104,3 +106,41 @@ def test_a_missing_data_folder_is_said(tmp_path: Path):
     done = subprocess.run([sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1 and "reads its shapes and workloads from the data/ folder" in done.stderr
+
+
+# ---- published figures ----
+
+
+def published() -> list[dict[str, str]]:
+    with (DATA / "published.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_published_figures_have_a_source_and_name_what_exists():
+    rows = published()
+    assert len(rows) > 250
+    names = {w.name for w in shapes.workloads()}
+    own = {(s.op, s.name) for s in steps.steps()}
+    for row in rows:
+        assert row["source"] and row["source_detail"] and row["gpu"] and row["quantity"] and row["unit"], row
+        assert math.isfinite(float(row["value"])) and "," not in row["value"], row
+        assert not row["workload"] or row["workload"] in names, row
+        assert not row["step"] or (row["op"], row["step"]) in own, row
+        assert row["date"] == "" or date.fromisoformat(row["date"]), row
+
+
+def test_no_figure_is_given_twice():
+    keys = [tuple(row[name] for name in row if name not in ("value", "unit")) for row in published()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_peers_of_the_workloads_are_among_the_published():
+    """The peer that a workload is to beat is one of the figures with a source, within rounding."""
+    to_unit = {"ms": 1000.0, "us": 1.0, "TFLOP/s": 1.0}
+    figures: dict[str, list[float]] = {}
+    for row in published():
+        if row["workload"] and row["unit"] in to_unit:
+            figures.setdefault(row["workload"], []).append(float(row["value"]) * to_unit[row["unit"]])
+    for w in shapes.workloads():
+        if w.peer is not None:
+            assert any(value == pytest.approx(w.peer, rel=0.01) for value in figures.get(w.name, [])), w.name
