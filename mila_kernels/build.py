@@ -23,6 +23,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -733,8 +734,8 @@ class _Recipe:
         for part in self._parts():
             digest.update(part.encode(errors="surrogateescape") + b"\0")
         for path in self.files:
-            digest.update(f"{_staged_name(path)}\0{path.stat().st_size}\0".encode(errors="surrogateescape"))
-            digest.update(path.read_bytes())
+            data = path.read_bytes()
+            digest.update(f"{_shown_name(path)}\0{len(data)}\0".encode(errors="surrogateescape") + data)
         return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', self.label)}-{digest.hexdigest()[:20]}"
 
     def _parts(self) -> list[str]:
@@ -836,20 +837,29 @@ def _shown_name(path: Path) -> str:
     return path.as_posix()
 
 
-def _staged_name(path: Path) -> str:
-    """A source's path in the build folder, where "../" in an include leads to the same header."""
-    return _shown_name(path).lstrip("/")
+def _staged_names(files: Sequence[Path]) -> dict[Path, str]:
+    """Where each source lies in the build folder, so that "../" in an include leads to the same header.
+
+    The project's as in the repository; others below the folder that they have in common, whatever that is called.
+    """
+    names = {path: _shown_name(path) for path in files}
+    outside = [path for path, name in names.items() if os.path.isabs(name)]
+    common = os.path.commonpath([path.parent for path in outside]) if outside else ""
+    return {
+        path: f"outside/{path.relative_to(common).as_posix()}" if path in outside else names[path] for path in files
+    }
 
 
 def _compile(recipe: _Recipe, staging: Path, stem: str) -> Path:
     """Build in ``staging`` through torch's load_inline; the path of the library, which torch has loaded."""
     top = staging / "files"
-    for path in recipe.files:
-        target = top / _staged_name(path)
+    names = _staged_names(recipe.files)
+    for path, name in names.items():
+        target = top / name
         _ensure(target.parent).joinpath(target.name).write_text(_staged_text(path, recipe), encoding="utf-8")
-    folder = (top / _staged_name(recipe.source)).parent
-    include = os.path.relpath(top / _staged_name(paths.CSRC), folder)
-    flags = [*recipe.flags, f"-I{include}"]
+    folder = (top / names[recipe.source]).parent
+    include = os.path.relpath(top / _shown_name(paths.CSRC).lstrip("/"), folder)
+    flags = [*recipe.flags, _quoted(f"-I{include}")]
     link_flags = [*_LINK_FLAGS, *recipe.link_flags]
     if recipe.links is not None:
         # By name only: the loader finds what is loaded already under this name, wherever the cache is.
@@ -861,7 +871,7 @@ def _compile(recipe: _Recipe, staging: Path, stem: str) -> Path:
             flags = ["-fsanitize=bounds" if flag == "-fsanitize=bounds-strict" else flag for flag in flags]
         else:
             flags.append("-fno-gnu-unique")  # those symbols are one a process, across libraries
-        flags.append(f"-fdebug-prefix-map={folder}=.")
+        flags.append(_quoted(f"-fdebug-prefix-map={folder}=."))
     source = _staged_text(recipe.source, recipe)
     sources: dict[str, Any] = (
         {"cpp_sources": "", "cuda_sources": source, "extra_cuda_cflags": flags}
@@ -895,6 +905,11 @@ def _staged_text(path: Path, recipe: _Recipe) -> str:
     shown = path.as_posix() if recipe.language == "cuda" else _shown_name(path)
     name = shown.replace("\\", "\\\\").replace('"', '\\"')
     return f'#line 1 "{name}"\n{path.read_text(encoding="utf-8")}'
+
+
+def _quoted(flag: str) -> str:
+    """A flag that survives ninja, then the shell."""
+    return shlex.quote(flag).replace("$", "$$")
 
 
 def _compiler_output(text: str, recipe: _Recipe) -> str:
