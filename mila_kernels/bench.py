@@ -40,7 +40,7 @@ GRAPH_US = 400.0  # a replay at least this long hides its own start
 REPLAYS = 30
 SAMPLES = 50
 FEWEST_SAMPLES = 10
-BUDGET_US = 1.5e6  # of measuring one part
+BUDGET_US = 1e6  # of measuring one part
 CEILING_TOLERANCE = 1.05  # a rate this far above a ceiling measured twice is a wrong measurement
 
 
@@ -226,7 +226,7 @@ def time_cuda(
         l2: bytes of L2 (default: the device's).
         flush: flush L2 before each call of a cold timing that does not rotate over enough inputs.
         n: samples (default: what fits about a second, 10 to 50).
-        warmup: rounds before.
+        warmup: calls before.
         graph: capture in a CUDA graph; default: where a call takes less than 50 us and can be captured.
         device: default the current one.
     """
@@ -238,9 +238,8 @@ def time_cuda(
     if cache == "cold" and refusal:
         raise ValueError(f"cache: {refusal}")
     with torch.cuda.device(place):
-        for _ in range(warmup):
-            for call in todo:
-                call()
+        for i in range(warmup):
+            todo[i % len(todo)]()
         estimate, ahead = _estimate(todo)
         flusher = Flush(place, size) if cache == "cold" and not rotating else None
         if graph is None:
@@ -445,7 +444,9 @@ def run_ceilings(run: RunWriter, device: torch.device | None = None) -> Ceilings
 
 
 def _write_ceilings(run: RunWriter, found: Ceilings) -> Ceilings:
-    row = run.update(read_gbps=found.read_gbps, bf16_tflops=found.bf16_tflops, fp8_tflops=found.fp8_tflops)
+    state = nvml.state()  # just after the products: what the run's row says of power and clocks is under load
+    told = {name: value for name in ("power_w", "temp_c", "sm_mhz") if (value := getattr(state, name)) is not None}
+    row = run.update(read_gbps=found.read_gbps, bf16_tflops=found.bf16_tflops, fp8_tflops=found.fp8_tflops, **told)
     return Ceilings(row.read_gbps or 0.0, row.bf16_tflops or 0.0, row.fp8_tflops)
 
 
@@ -524,14 +525,10 @@ def _measure(
 ) -> TimingRow:  # fmt: skip
     if run:
         run_ceilings(run, device)
-    parts = case.parts()
-    count = n
+    parts = sorted(case.parts(), key=op.flops, reverse=True)
     measured: list[Samples] = []
-    for part in parts:
-        samples = _measure_part(call, part, op, cache, seed, count, device)
-        if len(parts) > 1 and count is None:
-            count = samples.n  # the same number for all parts
-        measured.append(samples)
+    for part in parts:  # the longest first: its number of samples is that of all
+        measured.append(_measure_part(call, part, op, cache, seed, n or (measured[0].n if measured else None), device))
     whole = mean_of_parts(measured)
     flops = statistics.fmean(op.flops(part) for part in parts)
     moved = statistics.fmean(op.bytes(part) for part in parts)

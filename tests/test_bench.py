@@ -82,7 +82,7 @@ def test_graphs_hold_whole_rounds_and_last_long_enough():
 
 def test_sample_counts_follow_the_budget():
     assert bench.sample_count(100.0, 50) == 50
-    assert bench.sample_count(60_000.0, 50) == 25
+    assert bench.sample_count(40_000.0, 50) == 25
     assert bench.sample_count(10**7, 50) == bench.FEWEST_SAMPLES
 
 
