@@ -10,6 +10,8 @@ the first fault in ``cache.fault``; ``cache.check(lengths)`` waits, looks at len
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -164,6 +166,16 @@ class _Cache:
         if self.v_scale is not None:
             v = v * torch.as_tensor(self.v_scale).double().unsqueeze(-1)
         return k.unsqueeze(0), v.unsqueeze(0), first
+
+    def poisoned(self, value: float) -> tuple[_Cache, Callable[[], int]]:
+        """The same cache as strided views inside storage full of ``value``, and a check that counts the bytes changed
+        in it: see :func:`mila_kernels.parity.poison`."""
+        from .parity import poisoned  # which imports what imports this
+
+        twin = copy.copy(self)
+        twin.k, k_changed = poisoned(self.k, value)
+        twin.v, v_changed = poisoned(self.v, value, margin=2)
+        return twin, lambda: k_changed() + v_changed()
 
 
 @dataclass(eq=False)

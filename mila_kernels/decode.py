@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import build, steps
+from . import build, outputs, steps
 from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
 from .cache import Cache, PagedCache, RingCache, check_lengths
 
@@ -126,8 +126,8 @@ def _decode(
     kv_heads, slots = k.shape[2], k.shape[1]
     splits = splits or automatic_splits(q.device, batch, kv_heads, q_len * q_heads // kv_heads)
     rows = batch * q_len * q_heads * splits
-    partial_o = q.new_empty((rows, head_dim), dtype=torch.float32)
-    partial_sum = q.new_empty((rows, 2), dtype=torch.float32)
+    partial_o = outputs.empty(q, (rows, head_dim), torch.float32)
+    partial_sum = outputs.empty(q, (rows, 2), torch.float32)
     arrivals = _arrivals(q.device, batch * q_len * q_heads)
     args = DecodeArgs(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), o=o.data_ptr(), lse=lse.data_ptr() if with_lse else None,
@@ -157,7 +157,7 @@ def _decode_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     batch, q_len, q_heads, _ = q.shape
     lse_shape = (batch, q_heads, q_len) if with_lse else (0,)
-    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+    return outputs.empty(q, q.shape), outputs.empty(q, lse_shape, torch.float32)
 
 
 def automatic_splits(device: torch.device, batch: int, kv_heads: int, rows: int) -> int:

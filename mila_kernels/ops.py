@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import attention, cache, linear, prefill_ring, reference
+from . import attention, cache, decode, linear, outputs, prefill_ring, reference
 from .shapes import Workload
 from .steps import Step
 
@@ -121,6 +121,87 @@ def _reference_ring(
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
+MIB_ELEMENTS = 1 << 26  # random numbers made at once: a float32 block of 256 MiB
+
+
+def _random_store(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Standard normal values, made a block of the first dim at a time: a cache may be larger than half the memory."""
+    store = torch.empty(shape, dtype=dtype, device=generator.device)
+    bits = store.view(torch.uint8) if dtype == torch.float8_e4m3fn else store
+    rows = max(1, MIB_ELEMENTS // max(1, store[:1].numel()))
+    for start in range(0, shape[0], rows):
+        part = bits[start : start + rows]
+        values = torch.randn((len(part), *shape[1:]), generator=generator, device=generator.device).to(dtype)
+        part.copy_(values.view(bits.dtype))
+    return store
+
+
+def _decode_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, Any]:
+    """A shuffled pool of pages (HND), a ring just large enough for the window, or a contiguous cache; NaN wherever no
+    token lies, and page-table entries that are not in use out of range."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = TORCH_DTYPES[w.dtype]
+    kv_dtype = {**TORCH_DTYPES, "fp8": torch.float8_e4m3fn}[w.kv_dtype or w.dtype]
+    q = torch.randn((w.batch, w.q_len, w.q_heads, w.head_dim), generator=generator, device=device).to(dtype)
+    lengths = torch.full((w.batch,), w.kv_len, dtype=torch.int32, device=device)
+    inputs = {"q": q, "lengths": lengths, "window": w.window}
+    spare = 2  # pages that no sequence has, and columns of the table that no sequence reaches
+    if w.page:
+        used = -(-w.kv_len // w.page)
+        pages = w.batch * used + spare
+        shape: tuple[int, ...] = (pages, w.kv_heads, w.page, w.head_dim)
+        order = torch.randperm(pages, generator=generator, device=device).int()
+        table = torch.full((w.batch, used + spare), -1, dtype=torch.int32, device=device)
+        table[:, :used] = order[: w.batch * used].view(w.batch, used)
+    elif w.window:
+        shape = (w.batch, w.window + w.q_len - 1, w.kv_heads, w.head_dim)
+    else:
+        shape = (w.batch, w.kv_len + spare, w.kv_heads, w.head_dim)
+    k, v = _random_store(shape, kv_dtype, generator), _random_store(shape, kv_dtype, generator)
+    for store in (k, v):
+        if w.page:
+            for page in order[w.batch * used :].tolist():
+                outputs.fill_bad(store[page])
+            rest = used * w.page - w.kv_len
+            for row in range(w.batch if rest else 0):
+                outputs.fill_bad(store[int(table[row, used - 1]), :, w.page - rest :])
+        elif w.window:
+            outputs.fill_bad(store[:, min(w.kv_len, shape[1]) :])
+        else:
+            outputs.fill_bad(store[:, w.kv_len :])
+    if w.page:
+        return {**inputs, "cache": cache.PagedCache(k, v, table, layout="HND")}
+    return {**inputs, "cache": cache.RingCache(k, v) if w.window else cache.ContiguousCache(k, v)}
+
+
+def _run_decode(
+    q: torch.Tensor, cache: cache.Cache, lengths: torch.Tensor, step: str | Step | None = None, **inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    return decode.decode(q, cache, lengths, step=step, return_lse=True, **inputs)  # type: ignore[return-value]
+
+
+def _reference_decode(**inputs: Any) -> tuple[torch.Tensor, ...]:
+    return reference.decode(**inputs)
+
+
+def _decode_flops(w: Workload) -> float:
+    return 4.0 * w.batch * w.q_heads * w.head_dim * w.pairs
+
+
+def _decode_bytes(w: Workload) -> float:
+    """Keys and values of the tokens that are seen, in the cache's type; q and o."""
+    element = 1 if w.kv_dtype == "fp8" else 2
+    seen = w.kv_len if not w.window else min(w.kv_len, w.window + w.q_len - 1)
+    return float(w.batch * w.head_dim * (2 * element * seen * w.kv_heads + 4 * w.q_len * w.q_heads))
+
+
+def _decode_bound(w: Workload) -> float:
+    """As prefill's; with E4M3 keys and values, whose probabilities are FP16, the rounding of the output and a tenth."""
+    if w.kv_dtype == "fp8":
+        return {"bf16": 2e-3, "fp16": 2.0**-11}[w.dtype]
+    return _attention_bound(w)
+
+
 def _weight(w: Workload, generator: torch.Generator, device: torch.device) -> torch.Tensor:
     return torch.randn(w.n, w.k, generator=generator, device=device) / w.k**0.5
 
@@ -188,6 +269,9 @@ OPS: dict[str, Op] = {
     ),
     "matvec_fp8": Op(
         "matvec_fp8", _fp8_inputs, _run_matvec_fp8, _reference_matvec, _matvec_flops, _fp8_bytes, _matvec_bound
+    ),
+    "decode": Op(
+        "decode", _decode_inputs, _run_decode, _reference_decode, _decode_flops, _decode_bytes, _decode_bound
     ),
     "prefill_ring": Op(
         "prefill_ring", _ring_inputs, _run_prefill_ring, _reference_ring,

@@ -9,6 +9,8 @@ import math
 
 import torch
 
+from .cache import Cache, RingCache
+
 SCORE_BYTES = 128 << 20  # one float64 block of scores; bounds the memory that the reference takes
 
 
@@ -123,3 +125,29 @@ def matvec(
     rows = max(1, chunk_bytes // (8 * max(1, w.shape[1])))
     y = torch.cat([x.double() @ w[n : n + rows].double().T for n in range(0, w.shape[0], rows)], dim=1)
     return y if bias is None else y + bias.double()
+
+
+def decode(
+    q: torch.Tensor,
+    cache: Cache,
+    lengths: torch.Tensor,
+    *,
+    window: int | None = None,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """decode() in float64: each sequence's live keys in order, then attention() with the queries at the end of them.
+
+    Arguments as of :func:`mila_kernels.decode`. Returns O [B, Tq, Hq, D] and LSE [B, Hq, Tq], both float64.
+    """
+    q_len = q.shape[1]
+    if isinstance(cache, RingCache) and window is None:
+        window = cache.capacity - q_len + 1
+    o = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.zeros(q.shape[0], q.shape[2], q_len, dtype=torch.float64, device=q.device)
+    for row, length in enumerate(lengths.tolist()):
+        k, v, first = cache.gather(row, length)
+        offset = length - q_len - first  # of the queries among the keys gathered
+        one = attention(q[row : row + 1], k, v, window=window, scale=scale, sink=sink, offset=offset)
+        o[row], lse[row] = one[0][0], one[1][0]
+    return o, lse
