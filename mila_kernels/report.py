@@ -79,9 +79,9 @@ def published(op: str, workload: str) -> pd.DataFrame:
     rows = table[
         (table["op"] == op) & (table["workload"] == workload) & (table["step"] != "") & (table["unit"] == "ms")
     ]
-    return pd.DataFrame(
-        {"step": rows["step"], "ms": rows["value"].astype(float), "gpu": rows["gpu"], "source": rows["source"]}
-    ).reset_index(drop=True)
+    gpus = [short(gpu) for gpu in rows["gpu"]]
+    found = {"step": rows["step"], "ms": rows["value"].astype(float), "gpu": gpus, "source": rows["source"]}
+    return pd.DataFrame(found).reset_index(drop=True)
 
 
 def lines(op: str, gpu: str) -> list[Line]:
@@ -203,9 +203,14 @@ def _ceilings(gpu: str) -> results.RunRow | None:
 
 
 def device(gpu: str) -> str:
-    """The GPU's name for a chart: what its runs report, without the vendor."""
+    """The GPU's name for a chart: what its runs report, in short."""
     run = _ceilings(gpu)
-    return run.gpu.removeprefix("NVIDIA ").strip() if run and run.gpu else gpu.upper()
+    return short(run.gpu) if run and run.gpu else gpu.upper()
+
+
+def short(gpu: str) -> str:
+    """A GPU's name as people say it: ``RTX 4070`` for ``NVIDIA GeForce RTX 4070``."""
+    return gpu.removeprefix("NVIDIA ").removeprefix("GeForce ").strip()
 
 
 def draw(gpu: str, folder: Path | None = None) -> list[Path]:

@@ -72,28 +72,28 @@ def test_first_screen() -> None:
 
 
 def test_no_part_is_lost_or_invented() -> None:
-    with pytest.raises(
-        ValueError, match="each of ladder, machine, steps, others, targets must be opened and ended once"
-    ):
+    with pytest.raises(ValueError, match="each of .* must be opened and ended once"):
         report.readme(README.replace("<!-- end: steps -->", ""), "h200")
     with pytest.raises(ValueError, match="opened"):
         report.readme(README + "\n<!-- generated: news -->\n<!-- end: news -->\n", "h200")
-    aged = README.replace("make clean ", "make tidy ")
-    assert aged != README and report.readme(aged, "h200") == README
+    current = report.readme(README, "h200")
+    aged = current.replace("make clean ", "make tidy ")
+    assert aged != current and report.readme(aged, "h200") == current
 
 
 def test_check_tells_an_old_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "README.md"
-    copy.write_text(README.replace("make clean ", "make tidy "))
+    current = report.readme(README, "h200")
+    copy.write_text(current.replace("make clean ", "make tidy "))
     monkeypatch.setattr(report, "README", copy)
     parser = __import__("argparse").ArgumentParser()
     report.add_arguments(parser)
     assert report.main(parser.parse_args(["--readme", "--check"])) == 1
     assert "make tidy " in copy.read_text()  # --check writes nothing
     assert report.main(parser.parse_args(["--readme"])) == 0
-    assert copy.read_text() == README
+    assert copy.read_text() == current
     assert report.main(parser.parse_args(["--readme", "--check"])) == 0
     assert report.main(parser.parse_args(["--check"])) == 2
     assert "--check goes with --readme" in capsys.readouterr().err
