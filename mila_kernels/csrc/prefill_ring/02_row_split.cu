@@ -34,20 +34,13 @@ union Smem {
 };
 
 // Where the 16-byte vector at `column` of a row is kept, so that neighbouring rows of one column lie in different banks.
+// Exclusive ors compose: swizzle(a + b, column) is swizzle(a, swizzle(b, column)) where a and b share no bit.
 DEVICE int swizzle(int row, int column) { return column ^ (row % 8 * 8); }
 
-// Starts the copy of ring rows from slot `first` on, and of zeros after `count` rows: 0 times what was there must be 0.
-template <typename T, int HS>
-DEVICE void load_tile_async(T (&tile)[Bc][HS], const void* base, const int64_t (&stride)[3], int batch, int first, int head,
-                            int count, int capacity) {
-  constexpr int VECTORS = HS / 8;  // of 16 bytes, in a row
-#pragma unroll
-  for (int i = threadIdx.x; i < Bc * VECTORS; i += WARPS * WARP) {
-    const int j = i / VECTORS, column = i % VECTORS * 8;
-    const int slot = first + min(j, count - 1);
-    const T* source = row<T>(base, stride, batch, slot < capacity ? slot : slot - capacity, head) + column;
-    cp_async_cg_zfill(smem_u32(&tile[j][swizzle(j, column)]), source, j < count ? 16 : 0);
-  }
+// The address that ldmatrix.x4 takes for the 16 x 16 part at `row` and `column` of a tile, from the lane's for (0, 0).
+template <int HS>
+DEVICE uint32_t part_address(uint32_t lane_address, int row, int column) {
+  return (lane_address ^ column % 64 * 2) + (row * HS + column / 64 * 64) * 2;
 }
 
 template <typename T, int HS>
@@ -90,24 +83,43 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   const KeyRange newest_keys = visible_positions(args, position + token(Br - 1));
   const KeyRange block_keys = {oldest_keys.begin, newest_keys.end};
 
-  const auto load_tiles = [&](int tile, int stage) {  // one group, empty after the last tile
-    if (tile < block_keys.end) {
-      const int slot = tile % args.capacity, count = min(Bc, block_keys.end - tile);
-      load_tile_async<T, HS>(tiles.k[stage], args.k, args.k_stride, batch, slot, kv_head, count, args.capacity);
-      load_tile_async<T, HS>(tiles.v[stage], args.v, args.v_stride, batch, slot, kv_head, count, args.capacity);
+  // A thread copies one column of 16-byte vectors of each tile: its row of the first, and every COPY_ROWS-th after it.
+  constexpr int COPY_ROWS = WARPS * WARP / VECTORS, TILE_BYTES = Bc * HS * 2;
+  const int copy_row = threadIdx.x / VECTORS, copy_column = threadIdx.x % VECTORS * 8;
+  const T* k_column = row<T>(args.k, args.k_stride, batch, 0, kv_head) + copy_column;
+  const T* v_column = row<T>(args.v, args.v_stride, batch, 0, kv_head) + copy_column;
+  const uint32_t copy_address = smem_u32(&tiles.k[0][copy_row][swizzle(copy_row, copy_column)]);
+  const uint32_t k_stride = static_cast<uint32_t>(args.k_stride[1]), v_stride = static_cast<uint32_t>(args.v_stride[1]);
+  int copy_tile = block_keys.begin;
+  uint32_t copy_slot = (copy_tile + copy_row) % args.capacity;
+  const auto copy_next_tiles = [&](int stage) {  // one group, empty after the last tile
+    if (copy_tile < block_keys.end) {
+#pragma unroll
+      for (int i = 0; i < Bc; i += COPY_ROWS) {
+        // The smaller, as unsigned numbers: a slot before the ring's end, minus its size, is very large.
+        const uint32_t slot = min(copy_slot + i, copy_slot + i - args.capacity);
+        const uint32_t to = (copy_address ^ i % 8 * 16) + stage * TILE_BYTES + i * HS * 2;
+        const uint32_t bytes = copy_tile + copy_row + i < block_keys.end ? 16 : 0;  // zeros, where P is 0 and NaN would stay
+        cp_async_cg_zfill(to, k_column + static_cast<uint64_t>(slot) * k_stride, bytes);
+        cp_async_cg_zfill(to + STAGES * TILE_BYTES, v_column + static_cast<uint64_t>(slot) * v_stride, bytes);
+      }
     }
     cp_async_commit_group();
+    copy_tile += Bc;
+    copy_slot = min(copy_slot + Bc, copy_slot + Bc - args.capacity);  // a second tile: the ring is larger than one
   };
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) load_tiles(block_keys.begin + stage * Bc, stage);
+  for (int stage = 0; stage < STAGES - 1; ++stage) copy_next_tiles(stage);
 
   float o_regs[HS / 8][4] = {};
   float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};  // of the unscaled scores; the sum of this lane's keys
+  const uint32_t lane_address = smem_u32(&tiles.k[0][tile_row][swizzle(tile_row, tile_column)]);
   int stage = 0;
   for (int tile = block_keys.begin; tile < block_keys.end; tile += Bc) {
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();  // this tile is there, and the last one has been read
-    load_tiles(tile + (STAGES - 1) * Bc, stage == 0 ? STAGES - 1 : stage - 1);
+    copy_next_tiles(stage == 0 ? STAGES - 1 : stage - 1);
+    const uint32_t k_address = lane_address + stage * TILE_BYTES, v_address = k_address + STAGES * TILE_BYTES;
 
     float s_regs[Bc / 8][4] = {};
 #pragma unroll
@@ -115,7 +127,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
 #pragma unroll
       for (int n = 0; n < Bc; n += 16) {
         uint32_t k_regs[4];
-        ldmatrix_x4(k_regs, smem_u32(&tiles.k[stage][n + tile_row][swizzle(tile_row, k * 16 + tile_column)]));
+        ldmatrix_x4(k_regs, part_address<HS>(k_address, n, k * 16));
         mma_m16n8k16<T>(s_regs[n / 8], q_regs[k], k_regs[0], k_regs[2]);
         mma_m16n8k16<T>(s_regs[n / 8 + 1], q_regs[k], k_regs[1], k_regs[3]);
       }
@@ -176,7 +188,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
 #pragma unroll
       for (int n = 0; n < HS / 8; n += 2) {
         uint32_t v_regs[4];
-        ldmatrix_x4_trans(v_regs, smem_u32(&tiles.v[stage][k * 16 + tile_row][swizzle(tile_row, n * 8 + tile_column)]));
+        ldmatrix_x4_trans(v_regs, part_address<HS>(v_address, k * 16, n * 8));
         mma_m16n8k16<T>(o_regs[n], p_regs, v_regs[0], v_regs[1]);
         mma_m16n8k16<T>(o_regs[n + 1], p_regs, v_regs[2], v_regs[3]);
       }
@@ -219,5 +231,6 @@ const char* launch_with(const PrefillRingArgs& args, cudaStream_t stream) {
 }
 
 extern "C" const char* launch_step(const PrefillRingArgs* args, cudaStream_t stream) {
+  if ((args->k_stride[1] | args->v_stride[1]) >> 32) return "k, v: a slot's stride must be below 2^32 elements";
   return args->dtype == DTYPE_FP16 ? launch_with<fp16>(*args, stream) : launch_with<bf16>(*args, stream);
 }
