@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,10 +117,12 @@ class Fp4Weight:
         return self._shuffled[layout]
 
     def _relaid(self, layout: str) -> Fp4Weight:
-        if layout not in FP4_LAYOUTS:
-            raise ValueError(f"layout: {layout!r} is none of {', '.join(FP4_LAYOUTS)}")
+        if layout not in ("rows", *FP4_LAYOUTS):
+            raise ValueError(f"layout: {layout!r} is none of rows, {', '.join(FP4_LAYOUTS)}")
+        if layout == "rows":
+            return self._in_rows()
         if self.layout != "rows":
-            return replace(self._in_rows(), _shuffled={}).in_layout(layout)
+            return self._in_rows().in_layout(layout)
         if self.group_size != KERNEL_GROUP:
             raise ValueError(f"w: group_size {self.group_size} must be {KERNEL_GROUP} to be shuffled")
         tiles, groups = _ceil_div(self.n, TILE_ROWS), self.k // KERNEL_GROUP
@@ -140,7 +144,8 @@ class Fp4Weight:
         out = torch.empty(self.codes.shape[0] * TILE_ROWS, self.k, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(self.codes.shape[0], TILE_ROWS * self.k):
             words = _bytes_to_words(self.codes[some])
-            out[some.start * TILE_ROWS : some.stop * TILE_ROWS] = _unfragment(FP4_LAYOUTS[self.layout].unpack(words), self.k)
+            codes = FP4_LAYOUTS[self.layout].unpack(words)
+            out[some.start * TILE_ROWS : some.stop * TILE_ROWS] = _unfragment(codes, self.k)
         return out[: self.n]
 
     def _row_scales(self) -> torch.Tensor:
@@ -206,8 +211,8 @@ class Fp8Weight:
             return replace(self, codes=self._row_codes(), scales=self.scales[: self.n], layout="rows", _shuffled={})
         if layout != "fragments":
             raise ValueError(f"layout: {layout!r} is none of rows, fragments")
-        tiles = _ceil_div(self.n, TILE_ROWS)
-        codes = torch.empty(tiles, self.k // KERNEL_GROUP, TILE_ROWS * KERNEL_GROUP, dtype=torch.uint8, device=self.device)
+        tiles, groups = _ceil_div(self.n, TILE_ROWS), self.k // KERNEL_GROUP
+        codes = torch.empty(tiles, groups, TILE_ROWS * KERNEL_GROUP, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(tiles, TILE_ROWS * self.k):
             codes[some] = _fragments(_padded_rows(self.codes, some)).reshape(-1, *codes.shape[1:])
         scales = _padded_rows(self.scales[:, None], slice(0, tiles)).view(-1)
@@ -258,7 +263,63 @@ def _unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack(pair, -1) for pair in codes], -2).to(torch.uint8)
 
 
-FP4_LAYOUTS: dict[str, _WordLayout] = {"fragments": _WordLayout(_pack_nibbles, _unpack_nibbles)}
+_WORD = 0xFFFFFFFF
+_BF16_BITS = 0x81C081C0  # of a pair of BF16: the sign, the two lowest bits of the exponent, the highest of the mantissa
+
+
+def _unfold(word: Any) -> list[Any]:
+    """The four registers of a folded word, as the kernels make them: eight operations for eight weights.
+
+    A code's sign, exponent and mantissa stand where BF16 has them, with everything else zero: the value x 2^-126.
+    Four shifts of one word cannot tile it with that pattern, so register 3 is the XOR of two of them.
+    """
+    rotated = (word << 12 | word >> 20) & _WORD
+    return [part & _BF16_BITS for part in (word, word << 6, rotated, word >> 6 ^ word << 2)]
+
+
+@functools.cache
+def _folding() -> tuple[tuple[int, int, int], ...]:
+    """The inverse of :func:`_unfold` over GF(2): (register, mask, left shift) of the terms whose XOR is the word."""
+    places = [bit for bit in range(32) if _BF16_BITS >> bit & 1]
+    rows = []  # per register bit: which bits of the word it is the XOR of, and in the high half which one it is
+    for register in range(4):
+        for place in places:
+            sources = sum((_unfold(1 << bit)[register] >> place & 1) << bit for bit in range(32))
+            rows.append(sources | 1 << 32 + 8 * register + places.index(place))
+    for bit in range(32):
+        pivot = next(i for i in range(bit, 32) if rows[i] >> bit & 1)
+        rows[bit], rows[pivot] = rows[pivot], rows[bit]
+        rows = [row ^ rows[bit] if i != bit and row >> bit & 1 else row for i, row in enumerate(rows)]
+    terms: dict[tuple[int, int], int] = {}
+    for bit in range(32):
+        for source in (i for i in range(32) if rows[bit] >> 32 + i & 1):
+            place = places[source % 8]
+            terms[source // 8, bit - place] = terms.get((source // 8, bit - place), 0) | 1 << place
+    return tuple((register, mask, shift) for (register, shift), mask in terms.items())
+
+
+def _pack_folded(codes: torch.Tensor) -> torch.Tensor:
+    """The words that :func:`_unfold` turns into the registers of the codes."""
+    sign_and_rest = codes.long()
+    bits = (sign_and_rest >> 3) << 15 | (sign_and_rest & 7) << 6
+    registers = bits[..., 0] | bits[..., 1] << 16
+    word = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
+    for register, mask, shift in _folding():
+        term = registers[..., register] & mask
+        word ^= term << shift if shift >= 0 else term >> -shift
+    return word
+
+
+def _unpack_folded(words: torch.Tensor) -> torch.Tensor:
+    registers = torch.stack(_unfold(words), -1)
+    halves = torch.stack((registers & 0xFFFF, registers >> 16), -1)
+    return (halves >> 12 & 8 | halves >> 6 & 7).to(torch.uint8)
+
+
+FP4_LAYOUTS: dict[str, _WordLayout] = {
+    "fragments": _WordLayout(_pack_nibbles, _unpack_nibbles),
+    "folded": _WordLayout(_pack_folded, _unpack_folded),
+}
 LAYOUT_CODES = {"rows": 0, "fragments": 1, "folded": 2}
 
 
@@ -635,7 +696,8 @@ def _load_safetensors(path: Path, name: str | None) -> torch.Tensor:
     entry = header[_known_name(path, name, list(header))]
     dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise ValueError(f"name: {name!r} of {path} has dtype {entry['dtype']}; known: {', '.join(_SAFETENSORS_DTYPES)}")
+        known = ", ".join(_SAFETENSORS_DTYPES)
+        raise ValueError(f"name: {name!r} of {path} has dtype {entry['dtype']}, which is none of {known}")
     begin, end = entry["data_offsets"]
     with path.open("rb") as file:
         file.seek(data_start + begin)
