@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .paths import NOTEBOOKS, RESULTS
 
 if TYPE_CHECKING:
-    from .counters import Counter
-    from .results import CounterRow, RunWriter
+    from .results import RunWriter
     from .shapes import Workload
     from .steps import Step
 
@@ -264,22 +263,13 @@ def _profile(args: argparse.Namespace) -> int:
         with results.RunWriter() as run:
             for workload in _progress(workloads):
                 found = counters.profile(step, workload, args.seed)
-                for counter in found:
-                    run.add(_counter_row(step, workload, counter))
-                    print(f"{counters.label(counter.metric):32} {counter.value:14,.4g} {counter.unit}")
+                for row in counters.rows_of(step, workload, found):
+                    run.add(row)
+                    print(f"{counters.label(row.metric):32} {row.value:14,.4g} {row.unit}")
     except counters.ProfileError as error:
         print(f"profile: {error}", file=sys.stderr)
         return FAILED
     return OK
-
-
-def _counter_row(step: Step, workload: Workload, counter: Counter) -> CounterRow:
-    from .results import CounterRow
-
-    return CounterRow(
-        op=step.op, step=step.name, source_sha=step.source_sha, workload=workload.name,
-        metric=counter.metric, value=counter.value, unit=counter.unit,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- reproduce

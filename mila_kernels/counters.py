@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .paths import ROOT
+from .results import CounterRow
 from .shapes import Workload, parse_shape
 from .steps import Step, step
 
@@ -21,6 +22,8 @@ SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
     "InstructionStats", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats",
 )  # fmt: skip
+
+TIMEOUT_S = 600
 
 # ncu's own names are kept in the table, so that a row can be looked up in its manual; these are their words here.
 # Whole sections are collected and these rows picked, because a name that a GPU lacks would stop ncu.
@@ -73,6 +76,17 @@ class Counter:
     unit: str
 
 
+def rows_of(chosen: Step, workload: Workload, found: Iterable[Counter]) -> list[CounterRow]:
+    """The rows of the counters table."""
+    return [
+        CounterRow(
+            op=chosen.op, step=chosen.name, source_sha=chosen.source_sha, workload=workload.name or workload.shape,
+            metric=counter.metric, value=counter.value, unit=counter.unit,
+        )
+        for counter in found
+    ]  # fmt: skip
+
+
 def label(metric: str) -> str:
     """A counter's name in words: ``stall: long scoreboard`` for a stall reason (warps stalled per issue)."""
     stall = _STALL.fullmatch(metric)
@@ -107,7 +121,11 @@ def profile(chosen: Step, workload: Workload, seed: int = 0) -> list[Counter]:
         shapes = [part.shape for part in workload.parts()]
         line += [sys.executable, "-m", "mila_kernels.counters", chosen.id, str(seed), *shapes]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(line, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        env = {**os.environ, "PYTHONPATH": path}
+        try:
+            done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ProfileError(f"ncu took more than {TIMEOUT_S} s over {chosen.id}") from None
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     if "ERR_NVGPUCTRPERM" in text + done.stderr:
         raise ProfileError(

@@ -153,12 +153,16 @@ def start(device: str = "auto", gpu: str = "h200", preset: str = "quick", seed: 
     Raises:
         ValueError: an unknown device or preset, a seed that is no natural number.
     """
+    import torch
+
     from . import build
 
     if preset not in PRESETS:
         raise ValueError(f"preset: {preset!r} must be one of {', '.join(PRESETS)}")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: {seed!r} must be an integer of at least 0")
+    if device == "auto" and not torch.cuda.is_available():
+        device = "emulation"  # the session itself says so
     return Session(build.resolve_device(device), gpu, preset, seed, RunWriter())
 
 
@@ -200,11 +204,11 @@ class Session:
         """The runs that the shown figures are of."""
         return results.read(self.source, "runs")
 
-    def missing(self, what: str = "rows") -> str:
+    def missing(self, what: str = "rows", command: str = "make reproduce") -> str:
         """The sentence for a table or chart without data."""
         if self.live:
             return f"This run has no {what} to show."
-        return f"There are no recorded {what} for {self.gpu} yet. A run on such a GPU writes them: `make reproduce`."
+        return f"There are no recorded {what} for {self.gpu} yet. On such a GPU `{command}` writes them."
 
     # -- results are proved everywhere
 
@@ -243,15 +247,18 @@ class Session:
                 for step in chosen:
                     for workload in workloads:
                         bench.bench(step, workload, cache=cache, seed=self.seed, run=run)
-        table = results.table("timings", self.source)
-        keys = {(step.op, step.name): place for place, step in enumerate(chosen)}
-        wanted = {workload.shape: place for place, workload in enumerate(workloads)}
-        places = [
-            (keys.get((row["op"], row["step"])), wanted.get(row["shape"]), row["cache"] == cache)
-            for row in table.to_dict("records")
+        found = results.with_rates(results.table("timings", self.source), self.source)
+        found = found[found["cache"] == cache]
+        kept = [
+            row
+            for step in chosen
+            for workload in workloads
+            for row in _records(found)
+            if (row["op"], row["step"]) == (step.op, step.name) and _is_of(row, workload)
         ]
-        kept = sorted((place, i) for i, place in enumerate(places) if None not in place and place[2])
-        return results.with_rates(table.iloc[[i for _, i in kept]].reset_index(drop=True), self.source)
+        return pd.DataFrame(kept, columns=found.columns).drop_duplicates(
+            ["step", "shape"], keep="last", ignore_index=True
+        )
 
     def ceilings(self) -> Ceilings:
         """Measured here once a run, else recorded, else from the data sheet of the GPU named (``measured`` False).
@@ -273,21 +280,32 @@ class Session:
             raise ValueError(f"gpu: data/peaks.csv lacks the memory or BF16 peak of {sheet.gpu}")
         return Ceilings(sheet.gpu, sheet.dram_gbps, sheet.bf16_tflops, sheet.fp8_tflops, False, sheet.source)
 
-    def counters(self, names: Sequence[str], workload: str) -> pd.DataFrame:
-        """Hardware counters of steps on a workload, a column a step; empty where none are recorded."""
-        from .counters import label
+    def counters(self, names: Sequence[str], workload: Workload) -> pd.DataFrame:
+        """Hardware counters of steps on a workload, a column a step; without any, one row that says why.
 
-        table = results.table("counters", self.source)
-        if self.live and table.empty:  # ncu cannot count inside a running notebook: `profile` writes them
-            table = results.table("counters", paths.RESULTS / self.gpu)
-        chosen = [steps.step(name).name for name in names]
-        rows = table[table["step"].isin(chosen) & (table["workload"] == workload)]
+        Taken here by ncu on a GPU that has it; elsewhere the recorded ones.
+        """
+        from .counters import ProfileError, label, profile, rows_of
+
+        chosen = [steps.step(name) for name in names]
+        folder, why = self.source, self.missing("counters", "python -m mila_kernels profile STEP")
+        if self.live:
+            try:
+                with self.run as run:
+                    for step in chosen:
+                        for row in rows_of(step, workload, profile(step, workload, self.seed)):
+                            run.add(row)
+            except ProfileError as error:
+                folder, why = paths.RESULTS / self.gpu, str(error)
+        table = results.table("counters", folder)
+        rows = table[table["step"].isin([step.name for step in chosen]) & (table["workload"] == workload.name)]
+        rows = rows[[label(metric) != metric for metric in rows["metric"]]]
         if rows.empty:
-            return pd.DataFrame()
+            return pd.DataFrame({"counters": [why]})
         pairs = zip(rows["metric"], rows["unit"], strict=True)
         named = rows.assign(counter=[f"{label(metric)} ({unit})" if unit else label(metric) for metric, unit in pairs])
         wide = named.pivot_table(index="counter", columns="step", values="value", sort=False)
-        return wide[[name for name in chosen if name in wide.columns]]
+        return wide[[step.name for step in chosen if step.name in wide.columns]].map(lambda value: f"{value:,.4g}")
 
     def compiled(self, names: Sequence[str], arch: str = "sm_90a", kernel: str = "") -> pd.DataFrame:
         """What the compiler says of steps' kernels whose name contains ``kernel``: a row each."""
@@ -295,6 +313,8 @@ class Session:
         chosen = [steps.step(name).name for name in names]
         rows = table[table["step"].isin(chosen) & (table["arch"] == arch)]
         rows = rows[[kernel in name for name in rows["kernel"]]]
+        if rows.empty:
+            return pd.DataFrame({"static": [f"results/static.csv has no rows of them for {arch} yet: `make static`."]})
         return rows.drop(columns=["op", "source_sha", "arch", "nvcc"], errors="ignore").reset_index(drop=True)
 
     # -- charts and tables
@@ -305,7 +325,7 @@ class Session:
 
         published = report.published(workload.op, workload.name) if workload.name else pd.DataFrame()
         theirs = {str(row["step"]): row for row in _records(published)}
-        ours = {str(row["step"]): row for row in _records(rows) if row["shape"] == workload.shape}
+        ours = {str(row["step"]): row for row in _records(rows) if _is_of(row, workload)}
         table = []
         our_last = their_last = None
         for name in (steps.step(name).name for name in names):
@@ -350,6 +370,15 @@ class Session:
             })  # fmt: skip
         return pd.DataFrame(table)
 
+    def peers(self) -> pd.DataFrame:
+        """The best peers of the named workloads as points of the same kind; they were measured on an H200 alone."""
+        points = self.points()
+        if "H200" not in self.ceilings().gpu:
+            return points.iloc[:0]
+        rows = points[points["peer"].notna()]
+        as_rate = rows["flops"] / rows["peer"] / 1e6
+        return rows.assign(op="best peer", median_us=rows["peer"].where(rows["unit"] == "us", as_rate))
+
     def _fastest(self, gpu: str) -> dict[str, float]:
         """Workload to the least cold median, of this run or of the recorded ones of the same GPU."""
         found: dict[str, float] = {}
@@ -377,6 +406,13 @@ class Session:
         # Both forms: a notebook that is not trusted shows no SVG.
         image = base64.b64encode(png.read_bytes()).decode()
         display({"image/svg+xml": svg.read_text(encoding="utf-8"), "image/png": image}, raw=True)
+
+
+def _is_of(row: dict[str, Any], workload: Workload) -> bool:
+    """Whether a timing is of a workload. The published instance is a mean and not the launch whose shape it bears."""
+    if row["shape"] != workload.shape:
+        return False
+    return row["workload"] == workload.name if workload.name else row["workload"] != shapes.PUBLISHED_INSTANCE
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:

@@ -245,6 +245,9 @@ def _run_one(
     cells_run, cells, problem = _judge(target, error)
     if problem:
         close_open_case(folder, run_id, problem)
+    elif cases := _failed_cases(folder, before):
+        problem = results.clean(f"{len(cases)} failed: {'; '.join(cases)}")
+        _mark_failed(target, problem)
     _export_html(target)
     rows = "; ".join(f"{table} {count}" for table, count in _new_rows(before, _row_counts(folder)).items())
     status = "failed" if problem else "ok"
@@ -279,13 +282,31 @@ def _judge(target: Path, error: str) -> tuple[int, int, str]:
             marks.update(status="failed", exception=True)
         elif not marks.get("start_time"):
             marks.update(status="pending", exception=None)
-    notebook.metadata["mila_kernels"] = {"status": "failed", "error": error}
-    if not notebook.cells or "mila-failed" not in notebook.cells[0].metadata.get("tags", []):
-        text = f"**This notebook failed; what stands below its failed cell is missing.** `{error}`"
-        notebook.cells.insert(0, nbformat.v4.new_markdown_cell(text, metadata={"tags": ["mila-failed"]}))
     nbformat.write(notebook, target)
+    _mark_failed(target, error)
     finished = [cell for cell in begun if cell is not culprit and cell.execution_count is not None]
     return len(finished), len(code), error
+
+
+def _mark_failed(target: Path, error: str) -> None:
+    """Say in the executed copy itself that it failed."""
+    import nbformat
+
+    notebook = nbformat.read(target, as_version=4)
+    notebook.metadata["mila_kernels"] = {"status": "failed", "error": error}
+    text = f"**This notebook failed, and is not complete:** `{error}`"
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(text, metadata={"tags": ["mila-failed"]}))
+    nbformat.write(notebook, target)
+
+
+def _failed_cases(folder: Path, before: Mapping[str, int]) -> list[str]:
+    """Cases that the rows since ``before`` call failed: a notebook that goes on after them has failed all the same."""
+    timings = results.read(folder, "timings")[before.get("timings", 0) :]
+    parity = results.read(folder, "parity")[before.get("parity", 0) :]
+    found = [
+        f"{row.op}/{row.step} {row.workload or row.shape}: {row.error}" for row in timings if row.status == "failed"
+    ]
+    return found + [f"{row.op}/{row.step} {row.shape}: rel_l2 {row.rel_l2:.2e}" for row in parity if not row.passed]
 
 
 def _outcome(run_id: str, path: Path, status: str, *, seconds: float, error: str, **counts: Any) -> NotebookRow:

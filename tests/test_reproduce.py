@@ -227,6 +227,23 @@ def test_case_that_kills_its_kernel_leaves_a_failed_row(folder: Path, write: Wri
     assert "DeadKernelError" in row["error"]
 
 
+FAILED_CASE = """from mila_kernels.results import RunWriter, TimingRow
+with RunWriter() as run:
+    run.add(TimingRow(op="prefill", step="01_scalar", shape="any", dtype="bf16", cache="cold", status="failed",
+                      error="CUDA out of memory"))"""
+
+
+def test_notebook_that_goes_on_after_a_failed_case_has_failed(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", ROW, FAILED_CASE, "after = 1")
+    write("02_second", ROW)
+    report = run(folder, tmp_path / "out")
+    assert [outcome.status for outcome in report.outcomes] == ["failed", "ok"]
+    assert "CUDA out of memory" in report.outcomes[0].error
+    assert report.outcomes[0].cells_run == report.outcomes[0].cells
+    executed = nbformat.read(tmp_path / "out" / "notebooks" / "01_first.ipynb", as_version=4)
+    assert "CUDA out of memory" in executed.cells[0].source
+
+
 def test_cell_that_takes_too_long_fails(folder: Path, write: Write, tmp_path: Path) -> None:
     write("01_first", "import time; time.sleep(60)")
     report = run(folder, tmp_path / "out", timeout=2)
