@@ -1,4 +1,4 @@
-"""The tables: their schema, safe appends, merging, stale rows, export.
+"""The tables: safe appends, merging, stale rows, export. Their schema is in :mod:`mila_kernels.schema`.
 
 A run writes CSV tables of raw figures into its own folder, ``results/local/<run id>/``; :func:`record` merges that
 into a tracked folder such as ``results/h200/``. Rows are validated when written and when read. Several processes may
@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import importlib.metadata
-import io
 import json
 import math
 import os
@@ -22,378 +21,56 @@ import secrets
 import socket
 import subprocess
 import tempfile
-import typing
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import filelock
 import pandas as pd
 
 from mila_kernels import paths, steps
-from mila_kernels.peaks import ImpossibleRate, check_rate, peak
+from mila_kernels.peaks import check_rate, peak
+from mila_kernels.schema import (
+    RUN_TABLES,
+    TABLES,
+    AnyRow,
+    CounterRow,
+    NotebookRow,
+    ParityRow,
+    ResultsError,
+    Row,
+    RunRow,
+    SampleRow,
+    SanitizerRow,
+    StaticRow,
+    TimingRow,
+    columns,
+    decode,
+    encode,
+    format_value,
+    line,
+    row_type,
+    types,
+    validate,
+)
+
+__all__ = [
+    "TABLES", "CounterRow", "NotebookRow", "ParityRow", "ResultsError", "Row", "RunRow", "RunWriter", "SampleRow",
+    "SanitizerRow", "StaticRow", "TimingRow", "append", "columns", "export", "limit_us", "merge", "read", "record",
+    "table", "with_rates", "write",
+]  # fmt: skip
 
 RUN_FOLDER_VARIABLE = "MILA_RUN_FOLDER"  # set by a batch, so that all of its processes write into one run
 RUN_ID_VARIABLE = "MILA_RUN_ID"
 LOCK_SECONDS = 60.0
 ERROR_LENGTH = 500
 
-
-class ResultsError(ValueError):
-    """A row or table that does not fit its schema; the text names the file, line and column."""
-
-
-# ---- the schema ------------------------------------------------------------------------------------------------------
-
-
-def _text(*choices: str, optional: bool = False) -> Any:
-    return field(default="", metadata={"choices": choices, "optional": optional})
-
-
-def _number(low: float | None = 0.0, *, optional: bool = False, unit: str = "") -> Any:
-    return field(default=None, metadata={"low": low, "optional": optional, "unit": unit})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A row of a table. ``TABLE`` names it, ``KEY`` are the columns of which the latest run counts."""
-
-    TABLE: ClassVar[str] = ""
-    KEY: ClassVar[tuple[str, ...]] = ()
-
-    def check(self) -> None:
-        """Raise ResultsError where columns contradict each other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRow(Row):
-    """Where and with what a run was made. Values that a machine without a GPU lacks are empty. Rates are measured."""
-
-    TABLE: ClassVar[str] = "runs"
-    KEY: ClassVar[tuple[str, ...]] = ("run_id",)
-    run_id: str = _text()
-    utc: str = _text()
-    gpu: str = _text(optional=True)
-    sm: str = _text(optional=True)
-    driver: str = _text(optional=True)
-    cuda: str = _text(optional=True)
-    nvcc: str = _text(optional=True)
-    torch: str = _text(optional=True)
-    triton: str = _text(optional=True)
-    git_sha: str = _text(optional=True)
-    dirty: bool | None = _number(optional=True)
-    power_w: float | None = _number(optional=True, unit="W")
-    temp_c: float | None = _number(None, optional=True, unit="degC")
-    sm_mhz: float | None = _number(optional=True, unit="MHz")
-    read_gbps: float | None = _number(optional=True, unit="GB/s")
-    bf16_tflops: float | None = _number(optional=True, unit="TFLOP/s")
-    fp8_tflops: float | None = _number(optional=True, unit="TFLOP/s")
-
-    def check(self) -> None:
-        try:
-            datetime.strptime(self.utc, "%Y-%m-%dT%H:%M:%SZ")
-        except ValueError:
-            raise ResultsError(f"runs: utc must read like 2026-11-29T18:15:00Z, not {self.utc!r}") from None
-        known = peak(self.gpu)
-        if known is None:
-            return
-        limits = (("read_gbps", known.dram_gbps), ("bf16_tflops", known.most_tflops()))
-        for name, most in (*limits, ("fp8_tflops", known.most_tflops())):
-            value = getattr(self, name)
-            if value is not None and most is not None and value > most:
-                raise ImpossibleRate(f"runs: {name} {value:g} is above the {most:g} that {self.gpu} can do")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimingRow(Row):
-    """One timed case: microseconds over n samples. A failed case has no figures, and its error."""
-
-    TABLE: ClassVar[str] = "timings"
-    KEY: ClassVar[tuple[str, ...]] = ("op", "step", "workload", "shape", "dtype", "cache")
-    run_id: str = _text()
-    op: str = _text()
-    step: str = _text()
-    source_sha: str = _text(optional=True)
-    workload: str = _text(optional=True)
-    shape: str = _text()
-    dtype: str = _text()
-    cache: str = _text("cold", "hot")
-    warmup: int | None = _number(optional=True)
-    n: int | None = _number(1, optional=True)
-    median_us: float | None = _number(optional=True, unit="us")
-    p10_us: float | None = _number(optional=True, unit="us")
-    p90_us: float | None = _number(optional=True, unit="us")
-    min_us: float | None = _number(optional=True, unit="us")
-    flops: float | None = _number(optional=True)
-    bytes: float | None = _number(optional=True)
-    status: str = _text("ok", "failed")
-    error: str = _text(optional=True)
-
-    def check(self) -> None:
-        figures = {name: getattr(self, name) for name in ("median_us", "p10_us", "p90_us", "min_us")}
-        if self.status == "failed":
-            given = [name for name, value in figures.items() if value is not None]
-            if given or not self.error:
-                raise ResultsError("timings: a failed row has an error and no figures" + f", not {given}" * bool(given))
-            return
-        required = {**figures, "n": self.n, "warmup": self.warmup, "flops": self.flops, "bytes": self.bytes}
-        missing = [name for name, value in required.items() if value is None]
-        if missing or self.error:
-            raise ResultsError(f"timings: an ok row has all figures and no error; missing: {missing}")
-        low, p10, median, p90 = (float(figures[name]) for name in ("min_us", "p10_us", "median_us", "p90_us"))  # type: ignore[arg-type]
-        if not 0 < low <= p10 <= median <= p90:
-            raise ResultsError(f"timings: 0 < min <= p10 <= median <= p90 does not hold: {low}, {p10}, {median}, {p90}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleRow(Row):
-    """Every sample of a timed part of a case, microseconds in order, separated by spaces."""
-
-    TABLE: ClassVar[str] = "samples"
-    KEY: ClassVar[tuple[str, ...]] = ("op", "step", "workload", "shape", "cache", "method")
-    run_id: str = _text()
-    op: str = _text()
-    step: str = _text()
-    source_sha: str = _text(optional=True)
-    workload: str = _text(optional=True)
-    shape: str = _text()
-    cache: str = _text("cold", "hot")
-    method: str = _text()
-    samples_us: str = _text()
-
-    def check(self) -> None:
-        try:
-            values = [float(word) for word in self.samples_us.split()]
-        except ValueError:
-            raise ResultsError(f"samples: samples_us must be numbers, not {self.samples_us!r}") from None
-        if not all(math.isfinite(value) and value > 0 for value in values):
-            raise ResultsError("samples: every sample must be finite and positive")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParityRow(Row):
-    """One comparison with float64. ``rel_l2`` is over the finite elements; ``nonfinite`` counts those that differ."""
-
-    TABLE: ClassVar[str] = "parity"
-    KEY: ClassVar[tuple[str, ...]] = ("op", "step", "backend", "shape", "seed")
-    run_id: str = _text()
-    op: str = _text()
-    step: str = _text()
-    source_sha: str = _text(optional=True)
-    backend: str = _text("cuda", "emulation")
-    shape: str = _text()
-    seed: int | None = _number()
-    rel_l2: float | None = _number()
-    max_abs: float | None = _number()
-    nonfinite: int | None = _number()
-    bound: float | None = _number()
-    passed: bool | None = _number()
-
-    def check(self) -> None:
-        assert self.rel_l2 is not None and self.bound is not None and self.nonfinite is not None
-        if self.passed and (self.nonfinite or self.rel_l2 > self.bound):
-            raise ResultsError(
-                f"parity: passed with rel_l2 {self.rel_l2} of bound {self.bound}, {self.nonfinite} nonfinite"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CounterRow(Row):
-    """One hardware counter or one state of the device (power, clocks) for a step on a workload."""
-
-    TABLE: ClassVar[str] = "counters"
-    KEY: ClassVar[tuple[str, ...]] = ("op", "step", "workload", "metric")
-    run_id: str = _text()
-    op: str = _text()
-    step: str = _text()
-    source_sha: str = _text(optional=True)
-    workload: str = _text(optional=True)
-    metric: str = _text()
-    value: float | None = _number(None)
-    unit: str = _text(optional=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SanitizerRow(Row):
-    """One compute-sanitizer tool over one step."""
-
-    TABLE: ClassVar[str] = "sanitizer"
-    KEY: ClassVar[tuple[str, ...]] = ("op", "step", "tool", "workload")
-    run_id: str = _text()
-    op: str = _text()
-    step: str = _text()
-    source_sha: str = _text(optional=True)
-    tool: str = _text("memcheck", "racecheck", "initcheck", "synccheck")
-    workload: str = _text(optional=True)
-    errors: int | None = _number()
-    passed: bool | None = _number()
-
-    def check(self) -> None:
-        if self.passed and self.errors:
-            raise ResultsError(f"sanitizer: passed with {self.errors} errors")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotebookRow(Row):
-    """How one notebook of a batch ended."""
-
-    TABLE: ClassVar[str] = "notebooks"
-    KEY: ClassVar[tuple[str, ...]] = ("notebook",)
-    run_id: str = _text()
-    notebook: str = _text()
-    status: str = _text("ok", "failed", "not run")
-    seconds: float | None = _number(unit="s")
-    cells_run: int | None = _number()
-    cells: int | None = _number()
-    rows: str = _text(optional=True)
-    error: str = _text(optional=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StaticRow(Row):
-    """What the compiler and the disassembly say of one kernel of a step on one architecture."""
-
-    TABLE: ClassVar[str] = "static"
-    KEY: ClassVar[tuple[str, ...]] = ("op", "step", "arch", "kernel")
-    op: str = _text()
-    step: str = _text()
-    source_sha: str = _text()
-    arch: str = _text()
-    kernel: str = _text()
-    nvcc: str = _text(optional=True)
-    registers: int | None = _number()
-    smem_bytes: int | None = _number(optional=True)
-    spill_bytes: int | None = _number()
-    HMMA: int | None = _number()
-    HGMMA: int | None = _number()
-    QGMMA: int | None = _number()
-    LDSM: int | None = _number()
-    LDGSTS: int | None = _number()
-    UTMALDG: int | None = _number()
-    FFMA: int | None = _number()
-
-
-_ROWS: tuple[type[Row], ...] = (
-    RunRow, TimingRow, SampleRow, ParityRow, CounterRow, SanitizerRow, NotebookRow, StaticRow,
-)  # fmt: skip
-TABLES: dict[str, type[Row]] = {row.TABLE: row for row in _ROWS}
-RUN_TABLES = tuple(name for name in TABLES if name != "static")
-
-AnyRow = TypeVar("AnyRow", bound=Row)
-
-
-def columns(table: str) -> tuple[str, ...]:
-    """The columns of a table in order; ValueError lists the tables."""
-    return tuple(f.name for f in dataclasses.fields(_schema(table)))
-
-
-def _schema(table: str) -> type[Row]:
-    if table not in TABLES:
-        raise ValueError(f"table must be one of {', '.join(TABLES)}, not {table!r}")
-    return TABLES[table]
-
-
-_TYPES: dict[type[Row], dict[str, type]] = {}
-
-
-def _types(row_type: type[Row]) -> dict[str, type]:
-    """Column name to str, int, float or bool."""
-    if row_type not in _TYPES:
-        hints = typing.get_type_hints(row_type)
-        names = [f.name for f in dataclasses.fields(row_type)]
-        _TYPES[row_type] = {name: next(iter(typing.get_args(hints[name])), hints[name]) for name in names}
-    return _TYPES[row_type]
-
-
-def validate(row: Row) -> None:
-    """Raise ResultsError naming the column whose value does not fit the schema, or ImpossibleRate."""
-    kinds = _types(type(row))
-    for column in dataclasses.fields(row):
-        _check_value(f"{row.TABLE}: {column.name}", getattr(row, column.name), kinds[column.name], column.metadata)
-    row.check()
-
-
-def _check_value(name: str, value: Any, kind: type, rules: Any) -> None:
-    if value is None or value == "":
-        if not rules["optional"]:
-            raise ResultsError(f"{name} must not be empty")
-        return
-    fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if not fits or (isinstance(value, bool) and kind is not bool):
-        raise ResultsError(f"{name} must be {kind.__name__}, not {value!r}")
-    if kind is str:
-        if rules["choices"] and value not in rules["choices"]:
-            raise ResultsError(f"{name} must be one of {', '.join(rules['choices'])}, not {value!r}")
-        if any(ord(c) < 32 for c in value):
-            raise ResultsError(f"{name} must be one line of text, not {value!r}")
-        return
-    if not math.isfinite(value):
-        raise ResultsError(f"{name} must be finite, not {value!r}")
-    if rules["low"] is not None and value < rules["low"]:
-        raise ResultsError(f"{name} must be at least {rules['low']:g}, not {value!r}")
-
-
-# ---- one line of a table ---------------------------------------------------------------------------------------------
-
-
-def _format(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return format(value, ".9g")  # never the locale's decimal comma, and the same text when written again
-    return str(value)
-
-
-def _parse(text: str, kind: type) -> Any:
-    if kind is str:
-        return text
-    if text == "":
-        return None
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ValueError(text)
-        return text == "true"
-    if kind is int and not re.fullmatch(r"-?[0-9]+", text) or "_" in text:
-        raise ValueError(text)
-    return kind(text)
-
-
-def _line(values: Iterable[str]) -> bytes:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow(list(values))
-    return out.getvalue().encode()
-
-
-def _encode(row: Row) -> bytes:
-    return _line(_format(getattr(row, name)) for name in columns(row.TABLE))
-
-
-def _decode(row_type: type[AnyRow], fields: Sequence[str], where: str) -> AnyRow:
-    kinds = _types(row_type)
-    if len(fields) != len(kinds):
-        raise ResultsError(f"{where}: {len(fields)} columns, not {len(kinds)}")
-    values = {}
-    for (name, kind), text in zip(kinds.items(), fields, strict=True):
-        try:
-            values[name] = _parse(text, kind)
-        except ValueError:
-            raise ResultsError(f"{where}: {name} must be {kind.__name__}, not {text!r}") from None
-    row = row_type(**values)
-    try:
-        validate(row)
-    except ImpossibleRate as error:
-        raise ImpossibleRate(f"{where}: {error}") from None
-    except ResultsError as error:
-        raise ResultsError(f"{where}: {error}") from None
-    return row
-
+# ---- texts ----
 
 _PATH = re.compile(r"(?<![\w./:])(?:/|~/|[A-Za-z]:\\)(?:[^\s'\"<>|:,;()\[\]]+[/\\])+")
 
@@ -441,7 +118,7 @@ def append(folder: Path, row: Row) -> None:
     fit the schema, before anything is written.
     """
     validate(row)
-    header, line = _line(columns(row.TABLE)), _encode(row)
+    header, written = line(columns(row.TABLE)), encode(row)
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(folder, row.TABLE)
     with _lock(folder):
@@ -450,7 +127,7 @@ def append(folder: Path, row: Row) -> None:
             end = _set_aside_torn(path, descriptor)
             if end:
                 _check_header(path, os.pread(descriptor, len(header) + 1024, 0), header)
-            data = line if end else header + line
+            data = written if end else header + written
             if os.pwrite(descriptor, data, end) != len(data):
                 os.ftruncate(descriptor, end)
                 raise OSError(f"{path}: the disk took only a part of the row; it was taken back")
@@ -488,7 +165,7 @@ def read(folder: Path, table: str) -> list[Any]:
 
     Raises ResultsError naming file, line and column of what does not fit.
     """
-    row_type = _schema(table)
+    kind_of_row = row_type(table)
     path = _path(folder, table)
     try:
         data = path.read_bytes()
@@ -498,12 +175,12 @@ def read(folder: Path, table: str) -> list[Any]:
         data = _read_whole(path, data)
     if not data:
         return []
-    _check_header(path, data, _line(columns(table)))
+    _check_header(path, data, line(columns(table)))
     lines = data.decode("utf-8").splitlines()
     where = f"{path.parent.name}/{path.name}"
     parsed = csv.reader(lines[1:], strict=True)
     try:
-        return [_decode(row_type, values, f"{where} line {number}") for number, values in enumerate(parsed, start=2)]
+        return [decode(kind_of_row, values, f"{where} line {number}") for number, values in enumerate(parsed, start=2)]
     except csv.Error as error:
         raise ResultsError(f"{where} line {parsed.line_num + 1}: {error}") from None
 
@@ -545,7 +222,7 @@ def _replace(folder: Path, table: str, rows: Sequence[Row]) -> None:
         if row.TABLE != table:
             raise ResultsError(f"a row of {row.TABLE} does not belong into {table}")
         validate(row)
-    _write_file(_path(folder, table), b"".join([_line(columns(table)), *map(_encode, rows)]))
+    _write_file(_path(folder, table), b"".join([line(columns(table)), *map(encode, rows)]))
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -748,8 +425,8 @@ def _merge_tables(source: Path, target: Path) -> dict[str, int]:
 
 
 def _union(old: list[Any], new: list[Any]) -> list[Any]:
-    there = {_encode(row) for row in old}
-    return old + [row for row in new if _encode(row) not in there]
+    there = {encode(row) for row in old}
+    return old + [row for row in new if encode(row) not in there]
 
 
 def _merge_runs(old: list[RunRow], new: list[RunRow]) -> list[RunRow]:
@@ -821,7 +498,7 @@ def table(
     itself. With ``latest`` only the latest run's row of each case is given, also where that case failed there. A
     missing table is empty, with all columns.
     """
-    row_type = _schema(name)
+    kind_of_row = row_type(name)
     root = results or paths.RESULTS
     folder = gpu if isinstance(gpu, Path) else root / gpu if gpu else root
     rows = read(folder, name)
@@ -829,10 +506,10 @@ def table(
     for row in rows if name == "timings" else ():
         check_timing(row, runs[row.run_id].gpu if row.run_id in runs else "")
     if latest:
-        rows = _latest(rows, row_type.KEY, runs)
+        rows = _latest(rows, kind_of_row.KEY, runs)
     frame = pd.DataFrame(
         {column: pd.Series([getattr(row, column) for row in rows], dtype=_DTYPES[kind])
-         for column, kind in _types(row_type).items()}
+         for column, kind in types(kind_of_row).items()}
     )  # fmt: skip
     if "source_sha" in frame:
         now = _CurrentSources()
@@ -900,7 +577,7 @@ def export(frame: pd.DataFrame, format: str = "md") -> str:
     cells = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
     names = [str(name) for name in frame.columns]
     if format == "csv":
-        return b"".join(_line(row) for row in [names, *cells]).decode()
+        return b"".join(line(row) for row in [names, *cells]).decode()
     numeric = [pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_bool_dtype(dtype) for dtype in frame.dtypes]
     if format == "md":
         rule = ["---:" if right else "---" for right in numeric]
@@ -921,7 +598,7 @@ def export(frame: pd.DataFrame, format: str = "md") -> str:
 def _cell(value: Any) -> str:
     if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return _format(value.item() if hasattr(value, "item") else value)
+    return format_value(value.item() if hasattr(value, "item") else value)
 
 
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
