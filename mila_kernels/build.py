@@ -54,7 +54,7 @@ _HOST_FLAGS = (
     *("-fvisibility-inlines-hidden", "-Wno-unknown-pragmas"),
 )
 FAST_FLAGS = (*_HOST_FLAGS, "-O2", "-g1")
-CHECK_FLAGS = (*_HOST_FLAGS, "-O1", "-g", "-fsanitize=thread", "-fsanitize=bounds-strict")
+CHECK_FLAGS = (*_HOST_FLAGS, "-O1", "-g", "-fsanitize=thread", "-fsanitize=bounds-strict", "-fsanitize=alignment")
 RUNTIME_FLAGS = (*_HOST_FLAGS, "-O2", "-g1", "-pthread")
 _LINK_FLAGS = ("-Wl,--as-needed", "-Wl,-Bsymbolic", "-Wl,-z,defs")
 

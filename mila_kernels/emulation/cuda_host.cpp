@@ -689,24 +689,14 @@ __attribute__((noinline)) void other_access(Thread& t, uintptr_t address, unsign
   report(text + code(pc));
 }
 
-[[noreturn]] __attribute__((noinline, cold)) void report_misaligned(Thread& t, uintptr_t address, unsigned bytes,
-                                                                     bool write, uintptr_t pc) {
-  std::string text;
-  append(text, "misaligned: %s %s %u bytes at %p, not a multiple of %u, at ", who(t).c_str(),
-         write ? "writes" : "reads", bytes, reinterpret_cast<void*>(address), bytes);
-  report(text + code(pc));
-}
-
 // A plain load or store of the step, as the compiler's instrumentation tells it.
 template <bool WRITE>
-inline __attribute__((always_inline)) void plain_access(const void* pointer, unsigned bytes, bool aligned,
-                                                        uintptr_t pc) {
+inline __attribute__((always_inline)) void plain_access(const void* pointer, unsigned bytes, uintptr_t pc) {
   if (!current) return;  // the launcher, on the host
   Thread& t = *current;
   if (!t.checking) return;
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   if (address - reinterpret_cast<uintptr_t>(t.stack_low) < STACK_BYTES) return;
-  if (aligned && address % bytes) report_misaligned(t, address, bytes, WRITE, pc);
   const uintptr_t offset = address - reinterpret_cast<uintptr_t>(t.window);
   if (offset < WINDOW_BYTES) {
     if (offset + bytes > t.shared_bytes) report_shared_bounds(t, offset, bytes, WRITE, pc);
@@ -1578,11 +1568,11 @@ extern "C" int emu_version(void) { return 1; }
 // What the compiler's instrumentation calls in place of its own runtimes.
 
 #define EMU_PC reinterpret_cast<uintptr_t>(__builtin_return_address(0))
-#define EMU_HOOKS(bytes)                                                                                        \
-  extern "C" void __tsan_read##bytes(void* p) { emu::plain_access<false>(p, bytes, true, EMU_PC); }             \
-  extern "C" void __tsan_write##bytes(void* p) { emu::plain_access<true>(p, bytes, true, EMU_PC); }             \
-  extern "C" void __tsan_unaligned_read##bytes(void* p) { emu::plain_access<false>(p, bytes, false, EMU_PC); }  \
-  extern "C" void __tsan_unaligned_write##bytes(void* p) { emu::plain_access<true>(p, bytes, false, EMU_PC); }
+#define EMU_HOOKS(bytes)                                                                                 \
+  extern "C" void __tsan_read##bytes(void* p) { emu::plain_access<false>(p, bytes, EMU_PC); }            \
+  extern "C" void __tsan_write##bytes(void* p) { emu::plain_access<true>(p, bytes, EMU_PC); }            \
+  extern "C" void __tsan_unaligned_read##bytes(void* p) { emu::plain_access<false>(p, bytes, EMU_PC); }  \
+  extern "C" void __tsan_unaligned_write##bytes(void* p) { emu::plain_access<true>(p, bytes, EMU_PC); }
 EMU_HOOKS(1)
 EMU_HOOKS(2)
 EMU_HOOKS(4)
@@ -1590,10 +1580,10 @@ EMU_HOOKS(8)
 EMU_HOOKS(16)
 
 extern "C" void __tsan_read_range(void* p, size_t bytes) {
-  if (bytes) emu::plain_access<false>(p, static_cast<unsigned>(bytes), false, EMU_PC);
+  if (bytes) emu::plain_access<false>(p, static_cast<unsigned>(bytes), EMU_PC);
 }
 extern "C" void __tsan_write_range(void* p, size_t bytes) {
-  if (bytes) emu::plain_access<true>(p, static_cast<unsigned>(bytes), false, EMU_PC);
+  if (bytes) emu::plain_access<true>(p, static_cast<unsigned>(bytes), EMU_PC);
 }
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
@@ -1604,27 +1594,50 @@ extern "C" uint8_t __tsan_atomic8_load(const volatile uint8_t* p, int) { return 
 
 namespace {
 
-struct OutOfBounds {  // as -fsanitize=bounds describes a place
+// As -fsanitize=bounds and =alignment describe what they found.
+struct SourcePlace {
   const char* file;
   uint32_t line, column;
-  const struct Type {
-    uint16_t kind, info;
-    char name[1];
-  } *array, *index;
+};
+struct SourceType {
+  uint16_t kind, info;
+  char name[1];
+};
+struct OutOfBounds {
+  SourcePlace place;
+  const SourceType *array, *index;
+};
+struct Misaligned {
+  SourcePlace place;
+  const SourceType* type;
+  uint8_t log_alignment, kind;
 };
 
-[[noreturn]] void out_of_bounds(const OutOfBounds& at, uintptr_t index, uintptr_t pc) {
+[[noreturn]] void finding(const std::string& text, const SourcePlace& place, uintptr_t pc) {
   using namespace emu;
+  std::string line = text;
+  append(line, ", at %s:%u", short_path(place.file).c_str(), place.line);
+  if (!current) {  // a launcher's own mistake, where no fiber can be left
+    fprintf(stderr, "%s\n", line.c_str());
+    abort();
+  }
+  report(line + ", by " + who(*current) + " at " + code(pc));
+}
+
+[[noreturn]] void out_of_bounds(const OutOfBounds& at, uintptr_t index, uintptr_t pc) {
   const unsigned bits = 1u << (at.index->info >> 1);
   auto value = static_cast<long long>(index);
   if (bits < 64 && (at.index->info & 1)) value = static_cast<long long>(index << (64 - bits)) >> (64 - bits);
-  std::string text = "out of bounds: ";
-  append(text, "index %lld of an array %s, at %s:%u", value, at.array->name, short_path(at.file).c_str(), at.line);
-  if (!current) {  // a launcher's own mistake, where no fiber can be left
-    fprintf(stderr, "%s\n", text.c_str());
-    abort();
-  }
-  report(text + ", by " + who(*current) + " at " + code(pc));
+  std::string text;
+  emu::append(text, "out of bounds: index %lld of an array %s", value, at.array->name);
+  finding(text, at.place, pc);
+}
+
+[[noreturn]] void misaligned(const Misaligned& at, uintptr_t pointer, uintptr_t pc) {
+  std::string text;
+  emu::append(text, "misaligned: %s at %p, not a multiple of %u", at.type->name, reinterpret_cast<void*>(pointer),
+              1u << at.log_alignment);
+  finding(text, at.place, pc);
 }
 
 }  // namespace
@@ -1634,4 +1647,10 @@ extern "C" void __ubsan_handle_out_of_bounds(void* data, uintptr_t index) {
 }
 extern "C" void __ubsan_handle_out_of_bounds_abort(void* data, uintptr_t index) {
   out_of_bounds(*static_cast<const OutOfBounds*>(data), index, EMU_PC);
+}
+extern "C" void __ubsan_handle_type_mismatch_v1(void* data, uintptr_t pointer) {
+  misaligned(*static_cast<const Misaligned*>(data), pointer, EMU_PC);
+}
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(void* data, uintptr_t pointer) {
+  misaligned(*static_cast<const Misaligned*>(data), pointer, EMU_PC);
 }

@@ -2,7 +2,7 @@
 // a rendezvous wherever the lanes of a warp or the threads of a block act together. The runtime is cuda_host.cpp.
 //
 // Two modes. Fast: all shared memory holds NaN when a block starts, threads run in a random order drawn from a seed.
-// Check: the step is compiled with `-fsanitize=thread -fsanitize=bounds-strict` but linked to the hooks of the runtime,
+// Check: the step is compiled with `-fsanitize=thread,bounds-strict,alignment` but linked to the hooks of the runtime,
 // so that every plain load and store is seen. A finding ends the launch and is its error text.
 //
 // Found in both modes: warp and block divergence at barriers, shuffles, votes, mma, ldmatrix; lanes that have exited;
