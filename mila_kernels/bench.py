@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import math
 import statistics
 import sys
@@ -24,13 +25,14 @@ from typing import Any, Literal
 
 import torch
 
-from . import build, nvml, ops, paths, peaks, shapes, steps
+from . import build, nvml, ops, paths, peaks, peers, shapes, steps
 from .peaks import ImpossibleRate, Peak, check_rate
 from .results import CounterRow, RunWriter, SampleRow, TimingRow
 from .shapes import Workload
 from .steps import Step
 
 Cache = Literal["cold", "hot"]
+Prepare = Callable[..., Callable[[], Any]]  # an op's inputs by keyword -> the call to time
 
 GRAPH_BELOW_US = 50.0  # below this the gap between two launches counts
 ROTATION = 4  # times L2: what rotating inputs must exceed to be cold
@@ -475,14 +477,30 @@ def bench(
     chosen = steps.step(step)
     op = ops.op(chosen.op)
     return bench_call(
-        chosen.name, lambda **inputs: op.run(step=chosen, **inputs), workload, op=chosen.op,
+        chosen.name, lambda **inputs: functools.partial(op.run, step=chosen, **inputs), workload, op=chosen.op,
         source_sha=chosen.source_sha, cache=cache, seed=seed, run=run, n=n, device=device,
     )  # fmt: skip
 
 
+def bench_peer(
+    peer: peers.Peer,
+    workload: str | Workload,
+    *,
+    cache: Cache = "cold",
+    seed: int = 0,
+    run: RunWriter | None = None,
+    n: int | None = None,
+    device: torch.device | str | None = None,
+) -> TimingRow:
+    """:func:`bench` of what a user would call instead; what it has to prepare is not timed."""
+    return bench_call(
+        peer.name, peer.prepare, workload, op=peer.op, cache=cache, seed=seed, run=run, n=n, device=device
+    )
+
+
 def bench_call(
     name: str,
-    call: Callable[..., Any],
+    prepare: Prepare,
     workload: str | Workload,
     *,
     op: str | None = None,
@@ -493,7 +511,7 @@ def bench_call(
     n: int | None = None,
     device: torch.device | str | None = None,
 ) -> TimingRow:
-    """:func:`bench` of any call that takes the op's inputs by keyword, such as a peer (``name`` "torch SDPA")."""
+    """Time what ``prepare(**inputs)`` returns for the op's inputs, under ``name``; otherwise as :func:`bench`."""
     if cache not in ("cold", "hot"):
         raise ValueError(f"cache: {cache!r} must be cold or hot")
     case = shapes.workload(workload) if isinstance(workload, str) else workload
@@ -506,12 +524,12 @@ def bench_call(
         shape=case.shape, dtype=case.dtype, cache=cache, status="failed", error="the process was killed",
     )  # fmt: skip
     if run is None:
-        return _measure(failed, call, case, entry, cache, seed, n, place, None)
+        return _measure(failed, prepare, case, entry, cache, seed, n, place, None)
     from .notebook import open_case
 
     with open_case(run, failed):
         try:
-            return _measure(failed, call, case, entry, cache, seed, n, place, run)
+            return _measure(failed, prepare, case, entry, cache, seed, n, place, run)
         except Exception as error:
             row = run.add(replace(failed, error=f"{type(error).__name__}: {error}"))
             with contextlib.suppress(RuntimeError):  # after a fault every call of CUDA raises; the row is written
@@ -520,7 +538,7 @@ def bench_call(
 
 
 def _measure(
-    blank: TimingRow, call: Callable[..., Any], case: Workload, op: ops.Op, cache: Cache, seed: int, n: int | None,
+    blank: TimingRow, prepare: Prepare, case: Workload, op: ops.Op, cache: Cache, seed: int, n: int | None,
     device: torch.device, run: RunWriter | None,
 ) -> TimingRow:  # fmt: skip
     if run:
@@ -528,7 +546,9 @@ def _measure(
     parts = sorted(case.parts(), key=op.flops, reverse=True)
     measured: list[Samples] = []
     for part in parts:  # the longest first: its number of samples is that of all
-        measured.append(_measure_part(call, part, op, cache, seed, n or (measured[0].n if measured else None), device))
+        measured.append(
+            _measure_part(prepare, part, op, cache, seed, n or (measured[0].n if measured else None), device)
+        )
     whole = mean_of_parts(measured)
     flops = statistics.fmean(op.flops(part) for part in parts)
     moved = statistics.fmean(op.bytes(part) for part in parts)
@@ -547,7 +567,7 @@ def _measure(
 
 
 def _measure_part(
-    call: Callable[..., Any], part: Workload, op: ops.Op, cache: Cache, seed: int, n: int | None, device: torch.device
+    prepare: Prepare, part: Workload, op: ops.Op, cache: Cache, seed: int, n: int | None, device: torch.device
 ) -> Samples:
     first = op.make_inputs(part, seed, device)
     held = _tensor_bytes(first)
@@ -556,7 +576,7 @@ def _measure_part(
     if sets is None or sets * held > torch.cuda.mem_get_info(device)[0] * MOST_MEMORY:
         sets = 1
     inputs = [first, *(op.make_inputs(part, seed + i, device) for i in range(1, sets))]
-    calls = [(lambda one=one: call(**one)) for one in inputs]
+    calls = [prepare(**one) for one in inputs]
     return time_cuda(calls, cache=cache, working_set=touched, n=n, device=device)
 
 

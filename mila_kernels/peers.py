@@ -1,0 +1,131 @@
+"""What a user would call instead: the same inputs, the same outputs, another implementation.
+
+Timed by :func:`mila_kernels.bench.bench_call` under their own names. What a peer needs that is not part of the
+operation (KV heads repeated, a mask) is made by ``prepare``, outside the timed call: a peer never pays for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from .shapes import Workload
+
+MASK_BYTES = 2 << 30  # scores above this do not fit beside everything else, so the pipeline is not offered
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``prepare(**inputs)`` gives the call to time; its result is the op's first output. ``fits`` tells for which
+    workloads there is one."""
+
+    op: str
+    name: str
+    prepare: Callable[..., Callable[[], torch.Tensor]]
+    fits: Callable[[Workload], bool] = lambda workload: True
+    needs_cuda: bool = False
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether there is an implementation for tensors of that device."""
+        return device.type == "cuda" or not self.needs_cuda
+
+
+def peers(op: str, workload: Workload | None = None) -> list[Peer]:
+    """The peers of an operation, of one workload if given."""
+    return [p for p in PEERS if p.op == op and (workload is None or p.fits(workload))]
+
+
+def _heads_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[batch, heads, tokens, head_dim], each query head with a KV head of its own."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    return q.transpose(1, 2).contiguous(), k, v
+
+
+def _visible(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor:
+    position = torch.arange(kv_len - q_len, kv_len, device=device).unsqueeze(1)
+    key = torch.arange(kv_len, device=device)
+    seen = key <= position
+    return seen & (key > position - window) if window else seen
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+
+
+def _three_calls(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window: int | None = None,
+    scale: float | None = None,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """Matmul, softmax, matmul over scores in memory; scale and mask ride on the first product."""
+    batch, q_len, q_heads, head_dim = q.shape
+    kv_len = k.shape[1]
+    q, k, v = _heads_first(q, k, v)
+    q, k, v = (x.reshape(batch * q_heads, -1, head_dim) for x in (q, k, v))
+    bias = torch.zeros(1, q_len, kv_len, dtype=q.dtype, device=q.device)
+    if causal:
+        bias.masked_fill_(~_visible(q_len, kv_len, window, q.device), -math.inf)
+    factor = _scale(q.unsqueeze(0), scale)
+
+    def call() -> torch.Tensor:
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=factor)
+        weights = torch.softmax(scores, dim=-1)
+        return torch.bmm(weights, v).view(batch, q_heads, q_len, head_dim).transpose(1, 2)
+
+    return call
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, window: int | None = None,
+    scale: float | None = None,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """scaled_dot_product_attention with the memory-efficient backend, the only fused one that takes head dim 512."""
+    q_len, kv_len, device = q.shape[1], k.shape[1], q.device
+    q, k, v = _heads_first(q, k, v)
+    mask = None
+    if causal and window:
+        mask = _visible(q_len, kv_len, window, device)
+    elif causal and q_len != kv_len:
+        mask = causal_lower_right(q_len, kv_len)
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale
+            )
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _scores_fit(w: Workload) -> bool:
+    return 2 * w.batch * w.q_heads * w.q_len * w.kv_len <= 4 * MASK_BYTES
+
+
+def _of_ring(prepare: Callable[..., Callable[[], torch.Tensor]]) -> Callable[..., Callable[[], torch.Tensor]]:
+    """The same peer on the live keys of a ring, put in order beforehand: peers know no rings."""
+
+    def prepare_ring(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, lengths: torch.Tensor, window: int
+    ) -> Callable[[], torch.Tensor]:
+        length = int(lengths[0])
+        if bool((lengths != length).any()):
+            raise ValueError("lengths: a peer takes sequences of one length")
+        first = max(0, length - q.shape[1] - window + 1)
+        slots = torch.arange(first, length, device=k.device) % k.shape[1]
+        return prepare(q, k[:, slots], v[:, slots], causal=True, window=window)
+
+    return prepare_ring
+
+
+PEERS: list[Peer] = [
+    Peer("prefill", "torch three calls", _three_calls, _scores_fit),
+    Peer("prefill", "torch SDPA", _sdpa, lambda w: not w.window or _scores_fit(w), needs_cuda=True),
+    Peer("prefill_ring", "torch three calls", _of_ring(_three_calls), _scores_fit),
+    Peer("prefill_ring", "torch SDPA", _of_ring(_sdpa), _scores_fit, needs_cuda=True),
+]
