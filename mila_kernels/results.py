@@ -118,22 +118,26 @@ def append(folder: Path, row: Row) -> None:
     fit the schema, before anything is written.
     """
     validate(row)
+    with _lock(_made(folder)):
+        _append(folder, row)
+
+
+def _append(folder: Path, row: Row) -> None:
+    """Under the lock: one write of the whole line."""
     header, written = line(columns(row.TABLE)), encode(row)
-    folder.mkdir(parents=True, exist_ok=True)
     path = _path(folder, row.TABLE)
-    with _lock(folder):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            end = _set_aside_torn(path, descriptor)
-            if end:
-                _check_header(path, os.pread(descriptor, len(header) + 1024, 0), header)
-            data = written if end else header + written
-            if os.pwrite(descriptor, data, end) != len(data):
-                os.ftruncate(descriptor, end)
-                raise OSError(f"{path}: the disk took only a part of the row; it was taken back")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        end = _set_aside_torn(path, descriptor)
+        if end:
+            _check_header(path, os.pread(descriptor, len(header) + 1024, 0), header)
+        data = written if end else header + written
+        if os.pwrite(descriptor, data, end) != len(data):
+            os.ftruncate(descriptor, end)
+            raise OSError(f"{path}: the disk took only a part of the row; it was taken back")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_header(path: Path, start: bytes, header: bytes) -> None:
@@ -320,7 +324,12 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         if self._row() is None:
             utc = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-            append(self.folder, RunRow(run_id=self.run_id, utc=utc, **provenance()))
+            row = RunRow(run_id=self.run_id, utc=utc, **provenance())
+            validate(row)
+            with _lock(_made(self.folder)):
+                _settle(_path(self.folder, "runs"))
+                if self._row() is None:  # another process of the batch may have come first
+                    _append(self.folder, row)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

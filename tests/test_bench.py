@@ -9,7 +9,7 @@ import struct
 import pytest
 import torch
 
-from mila_kernels import bench, peaks, results, shapes, steps
+from mila_kernels import bench, nvml, peaks, results, shapes, steps
 from mila_kernels.bench import Ceilings, Samples, rotation_sets, settle_ceiling, why_not_cold
 from mila_kernels.peaks import ImpossibleRate, Peak, check_rate, device_peak, dram_peak_gbps
 
@@ -279,3 +279,23 @@ def test_events_are_on_the_stream_of_the_kernel():
     expected = bench.time_cuda(reader, cache="cold", working_set=nbytes).median
     with torch.cuda.stream(torch.cuda.Stream()):
         assert bench.time_cuda(reader, cache="cold", working_set=nbytes).median == pytest.approx(expected, rel=0.1)
+
+
+# ---- the device's state ----
+
+
+def test_throttle_reasons_are_words():
+    assert nvml.throttle_reasons(0x1) == () and nvml.State().reasons == ()
+    assert nvml.throttle_reasons(0x1 | 0x4 | 0x40) == ("power cap", "hardware thermal")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
+def test_without_a_gpu_the_state_is_empty():
+    assert nvml.state() == nvml.State() and nvml.memory_bus() == (None, None)
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_the_state_is_read():
+    state = nvml.state()
+    assert state.sm_mhz and state.temp_c and nvml.driver()

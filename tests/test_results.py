@@ -298,6 +298,15 @@ def test_processes_of_a_batch_share_its_run(tmp_path, monkeypatch):
     assert [r.run_id for r in results.read(tmp_path, "parity")] == ["batch-1"] * 2
 
 
+def test_processes_that_begin_at_once_make_one_run(tmp_path):
+    path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    code = f"{path}; from mila_kernels.results import RunWriter; RunWriter().__enter__()"
+    environment = os.environ | {results.RUN_FOLDER_VARIABLE: str(tmp_path), results.RUN_ID_VARIABLE: "batch-2"}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [p.wait(60) for p in both] == [0, 0]
+    assert [row.run_id for row in results.read(tmp_path, "runs")] == ["batch-2"]
+
+
 def test_clean_takes_paths_and_host_out(monkeypatch):
     monkeypatch.setattr(results.socket, "gethostname", lambda: "box-17")
     assert results.clean("in /home/me/tree/a.py on box-17: 3/4 of b/c") == "in a.py on <host>: 3/4 of b/c"
