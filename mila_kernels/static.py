@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -257,7 +258,8 @@ def natural(text: str) -> list[tuple[int, str]]:
 def _digest(step: Step, arch: str) -> str:
     digest = hashlib.sha256()
     tools = (nvcc_version(), _cuobjdump_version())
-    for text in (arch, *FLAGS, *INSTRUCTIONS, *tools, Path(__file__).read_text(encoding="utf-8")):
+    readers: tuple[Any, ...] = (compile_step, _measure, parse_log, parse_ptx, parse_sass, short_name)
+    for text in (arch, *FLAGS, *INSTRUCTIONS, BROKEN_PROMISE.pattern, *tools, *map(inspect.getsource, readers)):
         digest.update(text.encode() + b"\0")
     for file in (step.path, *registry.headers(step.path)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
