@@ -10,7 +10,7 @@ import torch
 
 from . import build, outputs, steps
 from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
-from .cache import Cache, PagedCache, RingCache, check_lengths
+from .cache import Cache, RingCache, check_lengths
 
 MAX_Q_LEN = 8
 MAX_SPLITS = 1024
@@ -31,6 +31,7 @@ class DecodeArgs(ctypes.Structure):
         ("page_table_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("batch", "q_len", "q_heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int32) for name in ("capacity", "page_shift", "pages", "ring", "window", "splits")),
+        *((name, ctypes.c_int32) for name in ("automatic", "blocks")),
         *((name, ctypes.c_int32) for name in ("dtype", "kv_dtype")),
         ("scale", ctypes.c_float),
     ]
@@ -124,8 +125,12 @@ def _decode(
         return o, lse
     batch, q_len, q_heads, head_dim = q.shape
     kv_heads, slots = k.shape[2], k.shape[1]
-    splits = splits or automatic_splits(q.device, batch, kv_heads, q_len * q_heads // kv_heads)
-    rows = batch * q_len * q_heads * splits
+    rows = q_len * q_heads // kv_heads
+    automatic, blocks = splits == 0, _sm_count(q.device) * BLOCKS_PER_SM
+    splits = splits or automatic_splits(q.device, batch, kv_heads, rows)
+    # What csrc/decode/schedule.cuh calls slots, or a slot a split.
+    items = batch * kv_heads * -(-rows // ROWS)
+    rows = max(items * splits, items + blocks) * min(rows, ROWS)
     partial_o = outputs.empty(q, (rows, head_dim), torch.float32)
     partial_sum = outputs.empty(q, (rows, 2), torch.float32)
     arrivals = _arrivals(q.device, batch * q_len * q_heads)
@@ -139,7 +144,7 @@ def _decode(
         batch=batch, q_len=q_len, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
         capacity=slots if page_table is None else page_table.shape[1] * slots,
         page_shift=0 if page_table is None else slots.bit_length() - 1, pages=k.shape[0], ring=ring, window=window,
-        splits=splits, dtype=DTYPE_CODES[q.dtype], kv_dtype=KV_DTYPE_CODES[k.dtype], scale=scale,
+        splits=splits, automatic=automatic, blocks=blocks, dtype=DTYPE_CODES[q.dtype], kv_dtype=KV_DTYPE_CODES[k.dtype], scale=scale,
     )  # fmt: skip
     reads = {"q": q, "k": k, "v": v, "lengths": lengths}
     optional = {"page_table": page_table, "sink": sink, "k_scale": k_scale, "v_scale": v_scale}

@@ -45,7 +45,9 @@ struct DecodeArgs {
   int32_t pages;       // in the pool
   int32_t ring;        // old positions are overwritten: the length may pass the capacity
   int32_t window;      // keys seen, the current one included; 0: no window
-  int32_t splits;
+  int32_t splits;      // blocks that share the keys of a head
+  int32_t automatic;   // the caller left the number of splits to the step
+  int32_t blocks;      // that fill the device
   int32_t dtype;     // of q and o
   int32_t kv_dtype;  // of k and v
   float scale;

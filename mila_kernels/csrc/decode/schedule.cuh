@@ -1,0 +1,129 @@
+// Who reads which keys when lengths differ: all tiles of the batch in one row, cut into equal parts, one a block. A block's
+// part may end within one KV head's keys and go on with the next; each of its pieces gives one partial result a row.
+#pragma once
+
+#include "merge.cuh"
+
+constexpr int MIN_TILES = 1;  // a block gets no fewer: more blocks read sooner, but leave more to merge
+
+// One KV head (and tile of its rows) of one sequence is an item. Tiles [first, last) of it, whose result goes to `slot`.
+struct Piece {
+  int batch, item, first, last, slot;
+};
+
+template <int Bc>
+struct Schedule {
+  const DecodeArgs& args;
+  int items;      // of a sequence
+  int64_t total;  // tiles of all items
+  int blocks;
+
+  DEVICE explicit Schedule(const DecodeArgs& args)
+      : args(args), items(args.kv_heads * ceil_div(row_count(args), ROWS)), total(0) {
+    const int lane = threadIdx.x % WARP;
+    int64_t tiles = 0;
+    for (int batch = lane; batch < args.batch; batch += WARP) tiles += tile_count(batch);
+#pragma unroll
+    for (int bit = WARP / 2; bit > 0; bit /= 2) tiles += __shfl_xor_sync(ALL_LANES, tiles, bit);
+    total = tiles * items;
+    const int64_t most = ceil_div<int64_t>(total, MIN_TILES);
+    blocks = most < args.blocks ? static_cast<int>(most) : args.blocks;
+  }
+
+  DEVICE int first_tile(int batch) const { return keys(batch).begin / Bc; }
+
+  DEVICE KeyRange keys(int batch) const {
+    return visible_keys(args, sequence_length(args, batch), 0, row_count(args) - 1);
+  }
+
+  DEVICE int tile_count(int batch) const {
+    const KeyRange range = keys(batch);
+    return range.begin < range.end ? ceil_div(range.end, Bc) - range.begin / Bc : 0;
+  }
+
+  // The tiles [begin(b), begin(b + 1)) of the row are block b's.
+  DEVICE int64_t begin(int block) const { return block * total / blocks; }
+  DEVICE int block_of(int64_t tile) const { return static_cast<int>(((tile + 1) * blocks - 1) / total); }
+
+  // The sequence that tile x of the row belongs to, and where its tiles start.
+  DEVICE int find_sequence(int64_t x, int64_t& start) const {
+    const int lane = threadIdx.x % WARP;
+    start = 0;
+    for (int first = 0; first < args.batch; first += WARP) {
+      const int64_t own = first + lane < args.batch ? static_cast<int64_t>(tile_count(first + lane)) * items : 0;
+      int64_t sum = own;
+#pragma unroll
+      for (int distance = 1; distance < WARP; distance *= 2) {
+        const int64_t below = __shfl_up_sync(ALL_LANES, sum, distance);
+        if (lane >= distance) sum += below;
+      }
+      const unsigned past = __ballot_sync(ALL_LANES, start + sum > x);
+      if (past) {
+        const int hit = __ffs(static_cast<int>(past)) - 1;
+        start += __shfl_sync(ALL_LANES, sum - own, hit);
+        return first + hit;
+      }
+      start += __shfl_sync(ALL_LANES, sum, WARP - 1);
+    }
+    return args.batch;  // x is past the last tile
+  }
+
+  // Block b's piece that starts with tile x of the row, and the x of its next one.
+  DEVICE Piece piece(int block, int64_t& x) const {
+    int64_t start;
+    const int batch = find_sequence(x, start), count = tile_count(batch), first = first_tile(batch);
+    const int item = static_cast<int>((x - start) / count), tile = static_cast<int>((x - start) % count);
+    const int64_t left = begin(block + 1) - x;
+    const int size = left < count - tile ? static_cast<int>(left) : count - tile;
+    x += size;
+    // Every next piece has the next block, the next item, or both: the sum of the two numbers names it.
+    return {batch, item, first + tile, first + tile + size, block + batch * items + item};
+  }
+
+  // The slots of an item's pieces: the first, and how many.
+  DEVICE int2 slots(int batch, int item) const {
+    int64_t start = 0;
+    const int count = tile_count(batch);
+    if (count == 0) return {0, 0};
+    const int lane = threadIdx.x % WARP;
+    for (int i = lane; i < batch; i += WARP) start += static_cast<int64_t>(tile_count(i)) * items;
+#pragma unroll
+    for (int bit = WARP / 2; bit > 0; bit /= 2) start += __shfl_xor_sync(ALL_LANES, start, bit);
+    start += static_cast<int64_t>(item) * count;
+    const int first = block_of(start), last = block_of(start + count - 1);
+    return {first + batch * items + item, last - first + 1};
+  }
+};
+
+// Piece `block` where the caller has chosen the number of splits: one a block, empty ones included.
+template <int Bc>
+DEVICE Piece split_piece(const DecodeArgs& args, int block) {
+  const int items = args.kv_heads * ceil_div(row_count(args), ROWS), item = block / args.splits;
+  const int batch = item / items;
+  const KeyRange keys = visible_keys(args, sequence_length(args, batch), 0, row_count(args) - 1);
+  const KeyRange own = split_keys(keys, block % args.splits, args.splits, Bc);
+  if (own.begin >= own.end) return {batch, item % items, 0, 0, block};
+  return {batch, item % items, own.begin / Bc, ceil_div(own.end, Bc), block};
+}
+
+// Row r of slot s is row s * slot_rows + r of the workspace.
+DEVICE int slot_rows(const DecodeArgs& args) { return min(row_count(args), ROWS); }
+
+template <int HS, int Bc>
+__global__ void __launch_bounds__(MERGE_WARPS* WARP) merge_pieces(const DecodeArgs args) {
+  const int token = blockIdx.y / args.q_heads, head = blockIdx.y % args.q_heads, batch = blockIdx.z;
+  const int kv_head = head / group_size(args), row = token * group_size(args) + head % group_size(args);
+  const int item = kv_head * ceil_div(row_count(args), ROWS) + row / ROWS;
+  const Schedule<Bc> schedule(args);
+  const int2 slots = args.automatic ? schedule.slots(batch, item)
+                                    : int2{(batch * schedule.items + item) * args.splits, args.splits};
+  const int rows = slot_rows(args);
+  merge_row<HS>(args, batch, token, head, {static_cast<int64_t>(slots.x) * rows + row % ROWS, rows, slots.y});
+}
+
+inline int item_count(const DecodeArgs& args) {
+  return args.batch * args.kv_heads * ceil_div(args.q_len * (args.q_heads / args.kv_heads), ROWS);
+}
+
+// A block a split where the caller has chosen them, else as many as fill the device.
+inline int schedule_grid(const DecodeArgs& args) { return args.automatic ? args.blocks : item_count(args) * args.splits; }
