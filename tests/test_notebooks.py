@@ -1,0 +1,254 @@
+"""The notebooks: clean as committed, right as executed, with and without recorded figures."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pandas as pd
+import pytest
+
+from mila_kernels import notebook, ops, paths, results, shapes, steps
+from mila_kernels import reproduce as batch
+from mila_kernels.paths import NOTEBOOKS
+from mila_kernels.results import CounterRow, RunRow, TimingRow
+
+FILES = batch.find((), NOTEBOOKS)
+DEFAULTS = {"device": "auto", "gpu": "h200", "preset": "quick", "seed": 0}
+INSTANCE = shapes.workload("prefill/published-instance")
+
+
+def cells(path: Path, kind: str) -> list[Any]:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
+
+
+# ---------------------------------------------------------------------------------------------- as committed
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_committed_without_outputs_and_traces_of_a_machine(path: Path) -> None:
+    content = nbformat.read(path, as_version=4)
+    nbformat.validate(content)
+    assert content.metadata.kernelspec.name == "python3"
+    assert set(content.metadata) <= {"kernelspec", "language_info"}
+    for cell in content.cells:
+        assert set(cell.metadata) <= {"tags"}
+        assert re.fullmatch(r"cell-\d\d", cell.id), "fixed ids keep differences small"
+    for cell in cells(path, "code"):
+        assert cell.outputs == [] and cell.execution_count is None, "make strip"
+    assert not re.search(r"/home/|/root/|/Users/|/tmp/|C:\\\\", path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_opens_with_title_question_and_parameters(path: Path) -> None:
+    content = nbformat.read(path, as_version=4)
+    first, second = content.cells[:2]
+    assert first.cell_type == "markdown" and first.source.startswith(f"# {path.stem[:2]} ")
+    title, question = batch.heading(path)
+    assert title and question.endswith("?")
+    assert second.metadata.tags == ["parameters"]
+    assert batch.parameters(path) == DEFAULTS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_holds_no_kernel_and_little_logic(path: Path) -> None:
+    for cell in cells(path, "code"):
+        tree = ast.parse(cell.source)
+        kinds = (ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.Try)
+        assert not any(isinstance(node, kinds) for node in ast.walk(tree)), cell.source
+        assert "__global__" not in cell.source and len(cell.source.splitlines()) <= 30
+    predicted = [i for i, cell in enumerate(nbformat.read(path, as_version=4).cells) if "rediction" in cell.source]
+    measured = [i for i, cell in enumerate(nbformat.read(path, as_version=4).cells) if "session.time(" in cell.source]
+    assert predicted and all(predicted[0] < i for i in measured), "the prediction stands before the measurement"
+
+
+# ---------------------------------------------------------------------------------------------- as executed
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> batch.Report:
+    """All notebooks, in emulation, from a folder that is not the repository's."""
+    folder = tmp_path_factory.mktemp("all notebooks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return batch.reproduce(given={"device": "emulation"}, out=folder / "run", say=lambda line: None)
+
+
+def test_every_notebook_runs_in_emulation(report: batch.Report) -> None:
+    assert report.ok, str(report)
+
+
+def test_emulation_proves_and_times_nothing(report: batch.Report) -> None:
+    rows = results.read(report.folder, "parity")
+    assert {row.step for row in rows} >= {"01_scalar", "02_smem_tiles"}
+    assert {row.backend for row in rows} == {"emulation"}
+    assert results.read(report.folder, "timings") == []
+
+
+def test_executed_notebook_says_where_its_figures_come_from(report: batch.Report) -> None:
+    for path in FILES:
+        executed = (report.folder / "notebooks" / path.name).read_text()
+        assert "in emulation" in executed, path.name
+        assert "no recorded rows for h200 yet" in executed or "recorded on NVIDIA H200" in executed, path.name
+
+
+def test_index_has_every_notebook_and_chart(report: batch.Report) -> None:
+    page = (report.folder / "index.html").read_text()
+    for path in FILES:
+        assert f"notebooks/{path.stem}.html" in page
+    images = [image for path in FILES for image in batch.charts(report.folder / "notebooks" / path.name)]
+    assert images and all(image in page for image in images)
+    assert (report.folder / "figures" / "00_roofline.svg").exists()
+
+
+# ---------------------------------------------------------------------------------------------- with recorded figures
+
+
+def timing(run_id: str, step: str, workload: str, shape: str, us: float, sha: str | None = None) -> TimingRow:
+    work = notebook.work(shapes.workload(workload) if workload else shapes.parse_shape("prefill", shape))
+    return TimingRow(
+        run_id=run_id, op="prefill", step=step, source_sha=sha or steps.step(f"prefill/{step}").source_sha,
+        workload=workload, shape=shape, dtype="bf16", cache="cold", warmup=3, n=10, median_us=us, p10_us=us * 0.99,
+        p90_us=us * 1.02, min_us=us * 0.98, flops=work.flops, bytes=work.bytes, status="ok",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A results folder with two runs of an H200."""
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    for variable in (results.RUN_FOLDER_VARIABLE, results.RUN_ID_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    folder = tmp_path / "h200"
+    for day, us in ((1, 30_000.0), (2, 20_000.0)):
+        run_id = f"run-{day}"
+        results.append(
+            folder,
+            RunRow(run_id=run_id, utc=f"2026-12-0{day}T10:00:00Z", gpu="NVIDIA H200", read_gbps=4500.0,
+                   bf16_tflops=700.0, fp8_tflops=1300.0),
+        )  # fmt: skip
+        results.append(folder, timing(run_id, "01_scalar", INSTANCE.name, INSTANCE.shape, us))
+    results.append(folder, timing("run-2", "02_smem_tiles", INSTANCE.name, INSTANCE.shape, 16_000.0, sha="0" * 12))
+    for n in (512, 1024, 2048, 4096):
+        shape = f"b1 q{n}h16 kv{n}h1 d512 causal bf16"
+        results.append(folder, timing("run-2", "01_scalar", "", shape, n * n / 100))
+    for step, value in (("01_scalar", 99.1), ("02_smem_tiles", 42.5)):
+        metric = "lts__t_sector_hit_rate.pct"
+        row = CounterRow(
+            run_id="run-2", op="prefill", step=step, workload=INSTANCE.name, metric=metric, value=value, unit="%"
+        )
+        results.append(folder, row)
+    yield tmp_path
+
+
+def test_recorded_rows_are_shown_latest_run_first_and_stale_ones_marked(recorded: Path) -> None:
+    session = notebook.start("emulation")
+    rows = session.time(["prefill/01_scalar", "prefill/02_smem_tiles"], [INSTANCE])
+    assert rows["median_us"].tolist() == [20_000.0, 16_000.0]
+    table = session.ladder(["prefill/01_scalar", "prefill/02_smem_tiles"], INSTANCE, rows)
+    assert table.loc["01_scalar", "recorded, h200"].startswith("20.0 ms")
+    assert "stale" not in table.loc["01_scalar", "recorded, h200"]
+    assert table.loc["02_smem_tiles", "recorded, h200"].endswith("(stale)")
+    assert table.loc["02_smem_tiles", "gain"] == "1.25 x"
+    share = notebook.work(INSTANCE).flops / 700e6 / 20_000
+    assert table.loc["01_scalar", "share of the limit"] == f"{100 * share:.2g} %"
+    assert table.loc["02_smem_tiles", "published gain"] == "1.23 x", "127 ms to 103 ms"
+
+
+def test_mean_over_chunks_is_not_taken_for_the_launch_whose_shape_it_bears(recorded: Path) -> None:
+    session = notebook.start("emulation")
+    last_chunk = shapes.parse_shape("prefill", INSTANCE.shape)
+    assert session.time(["prefill/01_scalar"], [last_chunk]).empty
+    results.append(recorded / "h200", timing("run-2", "01_scalar", "", INSTANCE.shape, 35_000.0))
+    assert session.time(["prefill/01_scalar"], [last_chunk])["median_us"].tolist() == [35_000.0]
+    assert session.time(["prefill/01_scalar"], [INSTANCE])["median_us"].tolist() == [20_000.0]
+
+
+def test_counters_stand_beside_each_other_in_words(recorded: Path) -> None:
+    table = notebook.start("emulation").counters(["prefill/01_scalar", "prefill/02_smem_tiles"], INSTANCE)
+    assert table.loc["L2 hit rate (%)"].tolist() == ["99.1", "42.5"]
+    absent = notebook.start("emulation", gpu="a100").counters(["prefill/01_scalar"], INSTANCE)
+    assert "no recorded counters for a100" in absent.iloc[0, 0]
+
+
+def test_ceilings_are_measured_ones_where_recorded_else_the_data_sheet(recorded: Path) -> None:
+    measured = notebook.start("emulation").ceilings()
+    assert (measured.measured, measured.read_gbps, measured.bf16_tflops) == (True, 4500.0, 700.0)
+    sheet = notebook.start("emulation", gpu="rtx-4090").ceilings()
+    assert (sheet.measured, sheet.gpu, sheet.read_gbps) == (False, "NVIDIA GeForce RTX 4090", 1008.0)
+    with pytest.raises(ValueError, match="nothing is known of 'abacus'"):
+        notebook.start("emulation", gpu="abacus").ceilings()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_notebook_shows_recorded_rows(path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells run here, in this process, over the folder above: every table and chart has rows to show."""
+    shown: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", lambda *values, **options: shown.extend(values))
+    monkeypatch.setattr("matplotlib.pyplot.switch_backend", lambda backend: None)
+    scope: dict[str, Any] = {}
+    for cell in cells(path, "code"):
+        tree = ast.parse(cell.source)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, path.name, "exec"), scope)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), path.name, "eval"), scope))
+    assert any(isinstance(value, dict) and "image/svg+xml" in value for value in shown), "a chart"
+    assert any(isinstance(value, pd.DataFrame) and len(value) for value in shown), "a table"
+    texts = "\n".join(value.to_string() for value in shown if isinstance(value, pd.DataFrame))
+    assert "not recorded" not in texts and "failed" not in texts
+
+
+# ---------------------------------------------------------------------------------------------- what they count
+
+
+@pytest.mark.parametrize("workload", shapes.workloads(), ids=lambda workload: workload.name)
+def test_work_is_positive_and_the_limit_is_the_floor_of_the_table(workload: shapes.Workload) -> None:
+    needed = notebook.work(workload)
+    assert needed.flops > 0 and needed.bytes > 0
+    if workload.op == "decode" and workload.floor:
+        assert needed.bytes / 4535e3 == pytest.approx(workload.floor, rel=0.02, abs=0.1)
+
+
+@pytest.mark.parametrize("op", sorted({workload.op for workload in shapes.workloads()}))
+def test_bound_of_each_kind_of_work(op: str) -> None:
+    ceilings = notebook.Ceilings("any", 4535.0, 687.0, 1276.0, True, "")
+    expected = "arithmetic" if op in ("prefill", "prefill_ring", "gemm_w4a8") else "memory"
+    assert {ceilings.bound(op, notebook.work(workload)) for workload in shapes.workloads(op)} == {expected}
+
+
+def test_work_counts_what_an_exhaustive_mask_counts() -> None:
+    w = shapes.attention_workload(q_heads=4, kv_heads=2, head_dim=64, q_len=5, kv_len=9, window=3)
+    pairs = sum(1 for i in range(5) for j in range(9) if 4 + i - 3 < j <= 4 + i)
+    assert notebook.work(w).flops == 4 * 4 * 64 * pairs
+    assert math.isclose(notebook.work(w).flops, ops.OPS["prefill"].flops(w))
+
+
+def test_work_of_several_parts_is_their_mean() -> None:
+    whole = shapes.attention_workload(q_heads=16, kv_heads=1, head_dim=512, q_len=8192, kv_len=8192)
+    assert notebook.work(INSTANCE).flops == pytest.approx(notebook.work(whole).flops / 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [({"preset": "fast"}, "preset"), ({"seed": -1}, "seed"), ({"device": "gpu"}, "device")]
+)
+def test_wrong_parameters_are_named(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        notebook.start(**{"device": "emulation", **arguments})
+
+
+def test_check_fails_loudly_after_all_cases_have_run(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    strict = replace(ops.OPS["prefill"], bound=lambda workload: 1e-9)
+    monkeypatch.setitem(ops.OPS, "prefill", strict)
+    session = notebook.start("emulation")
+    texts = ["b1 q3h1 kv5h1 d64 causal bf16", "b1 q2h1 kv4h1 d64 causal bf16"]
+    with pytest.raises(AssertionError, match=r"q3h1.*q2h1"):
+        session.check(["prefill/01_scalar"], texts)
+    assert len(results.read(session.run.folder, "parity")) == 4, "each case, plain and poisoned"
