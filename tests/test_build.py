@@ -557,7 +557,7 @@ from mila_kernels import build
 assert [build.resolve_device("auto").type for _ in range(2)] == ["cpu", "cpu"]
 q = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
 for _ in range(2):
-    out = mk.prefill(q, q, q + 3)
+    out = mk.prefill(q, q, q + 3, step="prefill/01")
 assert out.tolist() == (q + 3).tolist()
 """
     env = {k: v for k, v in os.environ.items() if k != "TORCH_CUDA_ARCH_LIST"} | {"CUDA_VISIBLE_DEVICES": ""}
