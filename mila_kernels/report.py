@@ -118,23 +118,25 @@ def _cells(line: Line) -> dict[str, str]:
     error = f"{line.rel_l2:.1e}" + ("" if line.passed else ", above its bound") if line.rel_l2 == line.rel_l2 else ""
     return {
         "step": line.step.name,
-        "change": first_sentence(line.step.change),
+        "change": headline(line.step.change),
         "ms": time,
         "share of the limit": f"{number(100 * line.share, 2)} %" if line.share == line.share else "",
         "error": error or NOT_RECORDED,
-        "verdict": first_sentence(line.step.verdict),
+        "verdict": headline(line.step.verdict),
     }
 
 
-def first_sentence(text: str, least: int = 24) -> str:
-    """The first sentence, and those after it while that is shorter than ``least``; the rest stands in the source."""
-    sentences = re.split(r"(?<=[^.\d]\.)\s+(?=[A-Z0-9])", text.strip())
-    taken = sentences[0]
-    for sentence in sentences[1:]:
+def headline(text: str, least: int = 20) -> str:
+    """The first clause of a step's line, and those after it up to ``least`` letters; the rest is in its file."""
+    clauses = re.split(r"(?<=[.:;])\s+", text.strip())
+    taken = clauses[0]
+    for clause in clauses[1:]:
         if len(taken) >= least:
             break
-        taken += f" {sentence}"
-    return taken
+        taken += f" {clause}"
+    taken = taken.rstrip(".:;")
+    is_name = re.match(r"\w+\.\w", taken)  # an instruction, such as cp.async, is written as it is
+    return taken if is_name else taken[:1].upper() + taken[1:]
 
 
 # --- charts ---

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +12,7 @@ import pytest
 
 import mila_kernels as mk
 from mila_kernels import paths, report, results, shapes, steps
+from mila_kernels.__main__ import main
 
 README = (paths.ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -35,25 +35,25 @@ def test_make_targets_exist() -> None:
     assert {"reproduce", "test", "lab", "static"} <= named <= targets
 
 
+def usage(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"python -m mila_kernels (\w+)", README))))
-def test_commands_exist(command: str) -> None:
-    words = [sys.executable, "-m", "mila_kernels", command, "--help"]
-    done = subprocess.run(words, cwd=paths.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and command in done.stdout
+def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f" {command} " in usage(command, capsys)
 
 
-def test_options_exist() -> None:
-    """Every command line of the README is one that the command accepts."""
-    for line in COMMANDS:
-        if line.startswith("python -m mila_kernels "):
-            words = shlex.split(line)[3:]
-            usage = subprocess.run(
-                [sys.executable, "-m", "mila_kernels", words[0], "--help"],
-                cwd=paths.ROOT,
-                capture_output=True,
-                text=True,
-            ).stdout
-            assert [word for word in words if word.startswith("-") and word not in usage] == []
+def test_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command line of the README has options that its command knows."""
+    lines = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m mila_kernels ")]
+    assert lines
+    for command, *words in lines:
+        known = usage(command, capsys)
+        assert [word for word in words if word.startswith("-") and word not in known] == []
 
 
 def test_the_example_runs() -> None:
@@ -88,7 +88,7 @@ def test_check_tells_an_old_readme(
     current = report.readme(README, "h200")
     copy.write_text(current.replace("make clean ", "make tidy "))
     monkeypatch.setattr(report, "README", copy)
-    parser = __import__("argparse").ArgumentParser()
+    parser = argparse.ArgumentParser()
     report.add_arguments(parser)
     assert report.main(parser.parse_args(["--readme", "--check"])) == 1
     assert "make tidy " in copy.read_text()  # --check writes nothing
@@ -143,7 +143,7 @@ def test_the_table_of_steps(rows: Path) -> None:
     assert (scalar["ms"], scalar["share of the limit"], scalar["error"]) == ("20.0", "0.50 %", "1.7e-03")
     assert (tiles["ms"], tiles["share of the limit"], tiles["error"]) == ("failed", "", "not recorded")
     assert (third["ms"], third["error"]) == ("not recorded", "not recorded")
-    assert scalar["change"] == report.first_sentence(steps.step("prefill/01").change)
+    assert scalar["change"] == report.headline(steps.step("prefill/01").change)
 
 
 def test_a_row_of_older_code_is_marked(rows: Path) -> None:
@@ -199,19 +199,19 @@ def test_machine_part_names_the_run(rows: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "first"),
+    ("text", "short"),
     [
-        ("O in registers, not in shared memory. Then more.", "O in registers, not in shared memory."),
-        (
-            "split-K. Blocks over the keys write partial sums. More.",
-            "split-K. Blocks over the keys write partial sums.",
-        ),
-        ("1.2 times faster at sm_90. And so on.", "1.2 times faster at sm_90. And so on."),
-        ("not yet", "not yet"),
+        ("O in registers, not in shared memory. Then more.", "O in registers, not in shared memory"),
+        ("packed GQA rows of one KV head: 64 rows a block; more.", "Packed GQA rows of one KV head"),
+        ("split-K. Blocks over the keys write sums. More.", "Split-K. Blocks over the keys write sums"),
+        ("ring: three tiles; a barrier each.", "Ring: three tiles; a barrier each"),
+        ("1.2 times faster at sm_90. And so on.", "1.2 times faster at sm_90"),
+        ("cp.async for K", "cp.async for K"),
+        ("not yet.", "Not yet"),
     ],
 )
-def test_first_sentence(text: str, first: str) -> None:
-    assert report.first_sentence(text) == first
+def test_headlines(text: str, short: str) -> None:
+    assert report.headline(text) == short
 
 
 def test_published_figures_stand_beside_their_steps() -> None:
