@@ -139,7 +139,7 @@ def ladder(
     stale = dict(zip(ours.index, _stale(timings), strict=True))
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.6, 1.35 + 0.46 * len(steps)))
+        figure = Figure(figsize=(7.6, 1.35 + 0.42 * len(steps)))
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2.2, 1))
         height, shift = (0.36, 0.2) if len(theirs) else (0.6, 0.0)
         _ladder_times(left, ours, theirs, rows, gpu, height, shift)
