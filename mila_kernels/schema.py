@@ -243,6 +243,7 @@ class StaticRow(Row):
     nvcc: str = _text(optional=True)
     registers: int | None = _number()
     smem_bytes: int | None = _number(optional=True)
+    threads: int | None = _number(optional=True)
     spill_bytes: int | None = _number()
     HMMA: int | None = _number()
     HGMMA: int | None = _number()

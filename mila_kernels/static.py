@@ -2,8 +2,9 @@
 
 A row describes one kernel of one step, compiled for one architecture: a step has a kernel for each head dim and element
 type. ``smem_bytes`` is what a block takes: the static part that ptxas reports and the struct that the kernel casts its
-dynamic block to (``dynamic_smem`` leaves its size in the PTX). ``spill_bytes`` is what ptxas reports as spill stores
-plus spill loads. The other columns count instructions in the SASS, once each however often they run.
+dynamic block to (``dynamic_smem`` leaves its size in the PTX). ``threads`` is the largest block that the launch bounds
+allow, which is the one that our steps launch. ``spill_bytes`` is what ptxas reports as spill stores plus spill
+loads. The other columns count instructions in the SASS, once each however often they run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -180,6 +182,17 @@ def parse_ptx(ptx: str) -> dict[str, int]:
     return sizes
 
 
+def parse_threads(ptx: str) -> dict[str, int]:
+    """Mangled kernel name to the largest block that its launch bounds allow; those without bounds are left out."""
+    found = {}
+    for body in re.split(r"\.entry\s+", ptx)[1:]:
+        head = body.partition("{")[0]
+        name, bounds = re.match(r"[\w$]+", head), re.search(r"\.maxntid\s+(\d+(?:\s*,\s*\d+)*)", head)
+        if name and bounds:
+            found[name[0]] = math.prod(map(int, bounds[1].split(",")))
+    return found
+
+
 def parse_sass(sass: str) -> dict[str, Counter[str]]:
     """Mangled kernel name to how often each instruction stands in it; ``HMMA.16816.F32`` counts as ``HMMA``."""
     line = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
@@ -240,11 +253,12 @@ def _measure(compiled: Compiled) -> tuple[list[dict[str, Any]], list[str]]:
     resources, dynamic, mixes = parse_log(compiled.log), parse_ptx(compiled.ptx), parse_sass(compiled.sass)
     if not resources or resources.keys() != mixes.keys() or resources.keys() != dynamic.keys():
         raise ToolError(f"kernels differ: ptxas {sorted(resources)}, PTX {sorted(dynamic)}, SASS {sorted(mixes)}")
+    threads = parse_threads(compiled.ptx)
     kernels = []
     for mangled, kernel in demangle(sorted(resources)).items():
         found = resources[mangled]
         facts = {"kernel": kernel, "registers": found.registers, "spill_bytes": found.spill_bytes}
-        facts["smem_bytes"] = found.static_smem + dynamic[mangled]
+        facts |= {"smem_bytes": found.static_smem + dynamic[mangled], "threads": threads.get(mangled)}
         kernels.append(facts | {name: mixes[mangled][name] for name in INSTRUCTIONS})
     warnings = [line.strip() for line in compiled.log.splitlines() if BROKEN_PROMISE.search(line)]
     return sorted(kernels, key=lambda facts: natural(str(facts["kernel"]))), warnings
@@ -258,7 +272,7 @@ def natural(text: str) -> list[tuple[int, str]]:
 def _digest(step: Step, arch: str) -> str:
     digest = hashlib.sha256()
     tools = (nvcc_version(), _cuobjdump_version())
-    readers: tuple[Any, ...] = (compile_step, _measure, parse_log, parse_ptx, parse_sass, short_name)
+    readers: tuple[Any, ...] = (compile_step, _measure, parse_log, parse_ptx, parse_threads, parse_sass, short_name)
     for text in (arch, *FLAGS, *INSTRUCTIONS, BROKEN_PROMISE.pattern, *tools, *map(inspect.getsource, readers)):
         digest.update(text.encode() + b"\0")
     for file in (step.path, *registry.headers(step.path)):

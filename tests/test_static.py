@@ -23,7 +23,7 @@ SCALE = """
 template <int N>
 struct Smem { float x[N]; };
 template <int N>
-__global__ void scale(float* x, float a, float b) {
+__global__ void __launch_bounds__(N) scale(float* x, float a, float b) {
   Smem<N>& smem = dynamic_smem<Smem<N>>();
   smem.x[threadIdx.x] = x[threadIdx.x];
   __syncthreads();
@@ -101,6 +101,7 @@ def test_a_row_a_kernel(tmp_path: Path) -> None:
         ("sm_80", "scale<64>"), ("sm_80", "scale<128>"), ("sm_90a", "scale<64>"), ("sm_90a", "scale<128>"),
     ]  # fmt: skip
     assert [row.smem_bytes for row in rows] == [256, 512, 256, 512]
+    assert [row.threads for row in rows] == [64, 128, 64, 128]
     assert all(row.FFMA == 1 and row.HMMA == 0 and row.spill_bytes == 0 and row.registers for row in rows)
     assert {(row.op, row.step, row.source_sha) for row in rows} == {("test", "01_test", step.source_sha)}
 
