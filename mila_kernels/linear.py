@@ -214,14 +214,16 @@ class Fp8Weight:
         tiles, groups = _ceil_div(self.n, TILE_ROWS), self.k // KERNEL_GROUP
         codes = torch.empty(tiles, groups, TILE_ROWS * KERNEL_GROUP, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(tiles, TILE_ROWS * self.k):
-            codes[some] = _fragments(_padded_rows(self.codes, some)).reshape(-1, *codes.shape[1:])
+            lanes = _fragments(_padded_rows(self.codes, some)).view(-1, 32, 2, 16)
+            codes[some] = lanes.transpose(1, 2).reshape(-1, *codes.shape[1:])  # 16 bytes a lane side by side
         scales = _padded_rows(self.scales[:, None], slice(0, tiles)).view(-1)
         return replace(self, codes=codes, scales=scales, layout=layout, _shuffled={})
 
     def _row_codes(self) -> torch.Tensor:
         if self.layout == "rows":
             return self.codes
-        return _unfragment(self.codes.view(-1, 4, 2), self.k)[: self.n].contiguous()
+        lanes = self.codes.view(-1, 2, 32, 16).transpose(1, 2)
+        return _unfragment(lanes, self.k)[: self.n].contiguous()
 
 
 # ---- layouts of shuffled weights -------------------------------------------------------------------------------------

@@ -1,16 +1,13 @@
 // What every FP4 matvec step is launched with. Mirrored by MatvecFp4Args in mila_kernels/linear.py.
 #pragma once
 
-#include "../common.cuh"
-#include "../ptx.cuh"
-
-constexpr int GROUP = 128;     // columns that share a scale
-constexpr int TILE_ROWS = 16;  // rows of a tile of a shuffled weight, those of one mma
+#include "../matvec_common.cuh"
 
 // How the codes lie in memory. ROWS: [n, k / 2], the even column in the low nibble; scales [n, k / 128].
 // The others: tiles of 16 rows; per tile and 64 columns, 16 bytes a lane; scales [tile, group, 8, 2], rows g and g + 8
 // side by side. A word holds the A operand of one mma.m16n8k16, K permuted so that lane 4g + t owns the 16 columns from
-// 16t. FRAGMENTS: register r's two codes are the r-th nibbles from the top of the two halves.
+// 16t. FRAGMENTS: register r's two codes are the r-th nibbles from the top of the two halves. FOLDED: see
+// 07_folded_layout.cu.
 enum Layout : int32_t { LAYOUT_ROWS = 0, LAYOUT_FRAGMENTS = 1, LAYOUT_FOLDED = 2 };
 enum ScaleDtype : int32_t { SCALE_BF16 = 0, SCALE_FP32 = 1 };
 
@@ -32,17 +29,17 @@ struct MatvecFp4Args {
 
 DEVICE float to_float(float x) { return x; }
 
-// Calls f<T, Scale>() for the element types of the args; refuses a weight in another layout than the step reads.
+// Calls f<Scale>() for the scales' type; refuses a weight in another layout than the step reads.
 template <typename F>
-const char* dispatch(const MatvecFp4Args& args, Layout layout, F f) {
+const char* with_scale(const MatvecFp4Args& args, Layout layout, F f) {
   if (args.layout != layout) return "the weight is in another layout than this step reads";
-  if (args.dtype == DTYPE_FP16)
-    return args.scale_dtype == SCALE_FP32 ? f.template operator()<fp16, float>() : f.template operator()<fp16, bf16>();
-  return args.scale_dtype == SCALE_FP32 ? f.template operator()<bf16, float>() : f.template operator()<bf16, bf16>();
+  return args.scale_dtype == SCALE_FP32 ? f.template operator()<float>() : f.template operator()<bf16>();
 }
 
-template <typename T>
-DEVICE void store_y(const MatvecFp4Args& args, int m, int n, float sum) {
-  if (args.bias) sum += to_float(static_cast<const T*>(args.bias)[n]);
-  static_cast<T*>(args.y)[m * args.y_stride + n] = from_float<T>(sum);
+// The same with f<T, Scale>(), T being the type of x and y.
+template <typename F>
+const char* dispatch(const MatvecFp4Args& args, Layout layout, F f) {
+  return with_scale(args, layout, [&]<typename Scale>() {
+    return args.dtype == DTYPE_FP16 ? f.template operator()<fp16, Scale>() : f.template operator()<bf16, Scale>();
+  });
 }

@@ -1,0 +1,171 @@
+// What the matvecs with FP4 and with FP8 weights share: activations as the B operand of mma.m16n8k16, and launches that
+// overlap with the kernel in front of them.
+#pragma once
+
+#include "common.cuh"
+#include "ptx.cuh"
+
+constexpr int GROUP = 128;     // columns that share a scale, and that a warp takes at a time
+constexpr int TILE_ROWS = 16;  // rows of a tile of a shuffled weight, those of one mma
+
+// Columns of the B operand that a row of activations takes. FP16 has three bits more than BF16: it is the sum of two.
+constexpr __host__ __device__ int terms_of(int dtype) { return dtype == DTYPE_FP16 ? 2 : 1; }
+
+// Activations in shared memory: terms * m columns of k, each this many elements after the one before. The 16 bytes more
+// than k put the eight columns that a warp reads at once into different banks.
+DEVICE int x_pitch(int k) { return k + 8; }
+
+inline size_t x_smem_bytes(int columns, int k) { return sizeof(bf16) * columns * (k + 8); }
+
+// How much of k fits at a time: a multiple of GROUP, parts as equal as can be.
+inline int x_columns_that_fit(int k, int columns, int bytes) {
+  const int most = bytes / static_cast<int>(columns * sizeof(bf16)) / GROUP * GROUP;
+  const int parts = ceil_div(k, most);
+  return ceil_div(ceil_div(k, parts), GROUP) * GROUP;
+}
+
+// Calls f<NT>() for the number of mma's that so many columns take.
+template <typename F>
+const char* with_columns(int columns, F f) {
+  if (columns <= 8) return f.template operator()<1>();
+  if (columns <= 16) return f.template operator()<2>();
+  return f.template operator()<4>();
+}
+
+DEVICE uint4 times(uint4 x, float factor) {
+  const auto both = [&](uint32_t pair) {
+    return pack2<bf16>(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
+  };
+  return make_uint4(both(x.x), both(x.y), both(x.z), both(x.w));
+}
+
+// Decoded weights are far below 1 (FP4: value x 2^-126, FP8: value x 2^-120), BF16 subnormals among them. Activations
+// times 2^96 keep the FP32 sums away from the subnormals; where an activation is too large for that, all stay as they
+// are, and the sums are still good to 22 bits of the largest.
+constexpr float X_FACTOR = 0x1p96f;
+constexpr float X_LARGEST = 0x1p31f;
+
+DEVICE bool too_large(const uint4& loaded) {
+  const uint32_t pairs[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    found |= fmaxf(fabsf(__uint_as_float(pairs[i] << 16)), fabsf(__uint_as_float(pairs[i] & 0xffff0000u))) >= X_LARGEST;
+  return found;
+}
+
+// Eight FP16 as two times eight BF16 that sum to them.
+DEVICE void split_terms(uint4 (&terms)[2], const uint4& loaded, float factor) {
+  const fp16* x = reinterpret_cast<const fp16*>(&loaded);
+  uint32_t pairs[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float high[2], low[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float value = to_float(x[2 * i + j]);
+      high[j] = to_float(from_float<bf16>(value));
+      low[j] = isfinite(value) ? value - high[j] : 0.0f;
+    }
+    pairs[0][i] = pack2<bf16>(high[0] * factor, high[1] * factor);
+    pairs[1][i] = pack2<bf16>(low[0] * factor, low[1] * factor);
+  }
+#pragma unroll
+  for (int term = 0; term < 2; ++term)
+    terms[term] = make_uint4(pairs[term][0], pairs[term][1], pairs[term][2], pairs[term][3]);
+}
+
+// The part of the activations x [m][...] that a block multiplies with: columns `begin` to `begin + k`.
+struct Activations {
+  const void* x;
+  int64_t stride;  // of rows, in elements
+  int dtype, m, begin, k;
+
+  // Calls f(row, column, where they lie in global memory, and in shared memory) for the calling thread's 16 bytes each.
+  template <typename F>
+  DEVICE void for_my_loads(bf16* x_smem, F f) const {
+    constexpr int PER_LOAD = 8;
+    const int loads = k / PER_LOAD, terms = terms_of(dtype), pitch = x_pitch(k);
+    for (int i = threadIdx.x; i < loads * m; i += blockDim.x) {
+      const int row = i / loads, column = i % loads * PER_LOAD;
+      f(static_cast<const uint16_t*>(x) + row * stride + begin + column, x_smem + row * terms * pitch + column);
+    }
+  }
+
+  // Starts to bring them into shared memory, as they are.
+  DEVICE void fetch(bf16* x_smem) const {
+    for_my_loads(x_smem, [](const uint16_t* from, bf16* to) { cp_async_cg(smem_u32(to), from); });
+    cp_async_commit_group();
+  }
+
+  // Makes of them what the products need; by all threads of the block, with a barrier at the end. Gives the factor that
+  // they were multiplied by.
+  DEVICE float finish(bf16* x_smem) const {
+    cp_async_wait_all();
+    if (dtype == DTYPE_FP16) {  // ends at 65504: never too large
+      for_my_loads(x_smem, [&](const uint16_t*, bf16* to) {
+        uint4 terms[2];
+        split_terms(terms, *reinterpret_cast<const uint4*>(to), X_FACTOR);
+        *reinterpret_cast<uint4*>(to) = terms[0];
+        *reinterpret_cast<uint4*>(to + x_pitch(k)) = terms[1];
+      });
+      __syncthreads();
+      return X_FACTOR;
+    }
+    bool found = false;
+    for_my_loads(x_smem, [&](const uint16_t*, bf16* to) {
+      uint4& words = *reinterpret_cast<uint4*>(to);
+      found |= too_large(words);
+      words = times(words, X_FACTOR);
+    });
+    if (!__syncthreads_or(found)) return X_FACTOR;
+    for_my_loads(x_smem, [](const uint16_t* from, bf16* to) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    });
+    __syncthreads();
+    return 1.0f;
+  }
+};
+
+// `launch`, but the kernel may start before the one in front of it has ended (sm_90 and later): it calls
+// griddepcontrol_wait before it touches anything that the other one writes.
+template <typename... Params, typename... Args>
+inline const char* launch_overlapping(bool overlap, void (*kernel)(Params...), dim3 grid, dim3 block,
+                                      size_t smem_bytes, cudaStream_t stream, Args... args) {
+#ifdef __CUDACC__
+  if (overlap) {
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+    if (error == cudaSuccess) return nullptr;
+    cudaGetLastError();  // the text carries it; the next launch must not find it again
+    return cudaGetErrorString(error);
+  }
+#endif
+  return launch(kernel, grid, block, smem_bytes, stream, args...);
+}
+
+template <typename T, typename Args>
+DEVICE void store_y(const Args& args, int m, int n, float sum) {
+  if (args.bias) sum += to_float(static_cast<const T*>(args.bias)[n]);
+  static_cast<T*>(args.y)[m * args.y_stride + n] = from_float<T>(sum);
+}
+
+template <typename Args>
+DEVICE void store_y(const Args& args, int m, int n, float sum) {
+  if (args.dtype == DTYPE_FP16) {
+    store_y<fp16>(args, m, n, sum);
+  } else {
+    store_y<bf16>(args, m, n, sum);
+  }
+}
