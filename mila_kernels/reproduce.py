@@ -404,7 +404,10 @@ def _export_html(target: Path) -> None:
     if not target.exists():
         return
     exporter = HTMLExporter(embed_images=True, require_js_url="", jquery_url="", mathjax_url="", mermaid_js_url="")
+    exporter.log.setLevel("ERROR")  # it warns of images without a description, which they get below
     body, _ = exporter.from_filename(str(target))
+    title = html.escape(heading(target)[0], quote=True)
+    body = body.replace('alt="No description has been provided for this image"', f'alt="chart of {title}"')
     target.with_suffix(".html").write_text(body, encoding="utf-8")
 
 
@@ -428,7 +431,8 @@ def heading(path: Path) -> tuple[str, str]:
     """Title and question of a notebook: the first line and the rest of its first markdown cell."""
     import nbformat
 
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+    markdown = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+    cells = [cell for cell in markdown if "mila-failed" not in cell.metadata.get("tags", [])]
     lines = cells[0].source.strip().splitlines() if cells else []
     title = lines[0].lstrip("# ").strip() if lines else path.stem
     return title, " ".join(line.strip() for line in lines[1:] if line.strip())
