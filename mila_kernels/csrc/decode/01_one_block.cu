@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(ROWS* WARP) decode_one_block(const DecodeArgs 
   float2 q_regs[PAIRS], o_regs[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    const int64_t element = q + 2 * (i * WARP + lane);
-    q_regs[i] = {load_element(args.q, element, args.dtype) * scale, load_element(args.q, element + 1, args.dtype) * scale};
+    const float2 pair = load_query(args.q, q + 2 * (i * WARP + lane), args.dtype);
+    q_regs[i] = {pair.x * scale, pair.y * scale};
     o_regs[i] = {0.0f, 0.0f};
   }
 
@@ -58,11 +58,8 @@ __global__ void __launch_bounds__(ROWS* WARP) decode_one_block(const DecodeArgs 
   const RowEnd end = end_row(args, kv_head, head, {row_max, row_sum});
   const int64_t o = query_offset(args, args.o_stride, batch, token, head);
 #pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    const int64_t element = o + 2 * (i * WARP + lane);
-    store_element(args.o, element, args.dtype, o_regs[i].x * end.factor);
-    store_element(args.o, element + 1, args.dtype, o_regs[i].y * end.factor);
-  }
+  for (int i = 0; i < PAIRS; ++i)
+    store_output(args.o, o + 2 * (i * WARP + lane), args.dtype, {o_regs[i].x * end.factor, o_regs[i].y * end.factor});
   if (lane == 0) store_lse(args, batch, token, head, end.lse);
 }
 

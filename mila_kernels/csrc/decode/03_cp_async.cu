@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(ROWS* WARP) decode_cp_async(const DecodeArgs a
   float2 q_regs[PAIRS], o_regs[PAIRS];
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    const int64_t element = q + 2 * (i * WARP + lane);
-    q_regs[i] = {load_element(args.q, element, args.dtype) * scale, load_element(args.q, element + 1, args.dtype) * scale};
+    const float2 pair = load_query(args.q, q + 2 * (i * WARP + lane), args.dtype);
+    q_regs[i] = {pair.x * scale, pair.y * scale};
     o_regs[i] = {0.0f, 0.0f};
   }
 

@@ -11,7 +11,7 @@
 #include "merge.cuh"
 #include "tiles.cuh"
 
-constexpr int TILE_BYTES = 32 * 1024, STAGES = 2;
+constexpr int TILE_BYTES = 32 * 1024, STAGES = 2, WARPS = 4;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
 
 template <typename G, int NT>
@@ -22,8 +22,8 @@ struct Smem {
 };
 
 template <typename KV, int HS, int NT>
-__global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs args) {
-  using G = Shape<KV, HS, TILE_BYTES>;
+__global__ void __launch_bounds__(WARPS* WARP) decode_tensor_cores(const DecodeArgs args) {
+  using G = Shape<KV, HS, TILE_BYTES, WARPS>;
   constexpr int Bc = G::Bc;
   constexpr float TOP = std::is_same_v<Product<KV>, fp16> ? P_BITS : 0.0f;
   constexpr uint32_t ONES = std::is_same_v<Product<KV>, fp16> ? 0x3c003c00u : 0x3f803f80u;
@@ -74,8 +74,10 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
 
     if (item % 2 == 0) {
       const int first_key = warp % (Bc / 16) * 16, part = warp / (Bc / 16);
-      float s_regs[NT][4] = {};
-      multiply_keys<G, NT>(s_regs, tile_smem, smem.queries, first_key, part * G::STEPS);
+      float s_regs[NT][4];
+      multiply_keys<G, NT>(s_regs, tile_smem, first_key, part * G::STEPS, [&](int step, int n) {
+        return smem.queries.fragments[part * G::STEPS + step][n][lane];
+      });
       const int key = first_key + key_of_lane<KV>(g);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -167,8 +169,8 @@ __global__ void __launch_bounds__(THREADS) decode_tensor_cores(const DecodeArgs 
 
 template <typename KV, int HS, int NT>
 const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
-  const char* error = launch(decode_tensor_cores<KV, HS, NT>, row_grid(args, args.splits), THREADS,
-                             sizeof(Smem<Shape<KV, HS, TILE_BYTES>, NT>), stream, args);
+  const char* error = launch(decode_tensor_cores<KV, HS, NT>, row_grid(args, args.splits), WARPS * WARP,
+                             sizeof(Smem<Shape<KV, HS, TILE_BYTES, WARPS>, NT>), stream, args);
   return error ? error : launch_merge<HS>(args, stream);
 }
 

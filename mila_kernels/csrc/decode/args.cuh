@@ -65,16 +65,16 @@ DEVICE float2 load_pair(const T* row, int i) {
   return {to_float(pair.x), to_float(pair.y)};
 }
 
-// q and o pass through registers once: their element type is looked up as they do.
-DEVICE float load_element(const void* base, int64_t i, int32_t dtype) {
-  return dtype == DTYPE_FP16 ? to_float(static_cast<const fp16*>(base)[i]) : to_float(static_cast<const bf16*>(base)[i]);
+// q and o pass through registers once: their element type is looked up as they do, after the load. `i` is even.
+DEVICE float2 load_query(const void* base, int64_t i, int32_t dtype) {
+  const uint32_t pair = ld_global_nc_u32(static_cast<const uint16_t*>(base) + i);
+  if (dtype == DTYPE_FP16) return __half22float2(reinterpret_cast<const __half2&>(pair));
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
 
-DEVICE void store_element(void* base, int64_t i, int32_t dtype, float x) {
-  if (dtype == DTYPE_FP16)
-    static_cast<fp16*>(base)[i] = from_float<fp16>(x);
-  else
-    static_cast<bf16*>(base)[i] = from_float<bf16>(x);
+DEVICE void store_output(void* base, int64_t i, int32_t dtype, float2 x) {
+  const uint32_t pair = dtype == DTYPE_FP16 ? pack2<fp16>(x.x, x.y) : pack2<bf16>(x.x, x.y);
+  *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(base) + i) = pair;
 }
 
 DEVICE void report(const DecodeArgs& args, Fault fault, int row, int detail) {

@@ -3,11 +3,46 @@
 
 #include "args.cuh"
 
+// As launch(), but the kernel may start while the one before it on the stream still runs, up to its griddepcontrol_wait().
+template <typename... Params, typename... Args>
+inline const char* launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
+                                    cudaStream_t stream, Args... args) {
+#ifdef __CUDACC__
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return nullptr;
+  cudaError_t error = cudaSuccess;
+  if (smem_bytes > 48 * 1024)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  }
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // the text carries it; the next launch must not find it again
+  return cudaGetErrorString(error);
+#else
+  return launch(kernel, grid, block, smem_bytes, stream, args...);
+#endif
+}
+
 // One block merges MERGE_DIMS dims of a row: its warps take the parts in turn, then add up through shared memory in a
 // fixed order, so that results repeat bit by bit.
 constexpr int MERGE_WARPS = 8, MERGE_DIMS = 2 * WARP;
 
+// A split decode has at most as many parts a row.
+constexpr int MAX_PARTS = 1024;
+
 struct MergeSmem {
+  float weights[MAX_PARTS];
+  float tops[MERGE_WARPS], sums[MERGE_WARPS];
   float2 o[MERGE_WARPS][WARP];
 };
 
@@ -17,44 +52,62 @@ struct PartialRows {
   int count;
 };
 
-// The reference and the sum over all parts; every lane gets the same.
-DEVICE Partial merge_sums(const Partial* partials, PartialRows rows, int lane) {
-  float top = -INFINITY;
-  for (int i = lane; i < rows.count; i += WARP) top = fmaxf(top, partials[i * rows.stride].reference);
-  top = warp_max(top);
-  const float shift = top == -INFINITY ? 0.0f : top;
-  float sum = 0.0f;
-  for (int i = lane; i < rows.count; i += WARP)
-    sum += partials[i * rows.stride].sum * exp2f(partials[i * rows.stride].reference - shift);
-  return {top, warp_sum(sum)};
-}
-
 template <int HS>
 DEVICE void merge_row(const DecodeArgs& args, int batch, int token, int head, PartialRows rows) {
+  constexpr int MINE = MAX_PARTS / (MERGE_WARPS * WARP);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, pair = blockIdx.x * WARP + lane;
   const Partial* partials = reinterpret_cast<const Partial*>(args.partial_sum) + rows.first;
   const float2* o_parts = reinterpret_cast<const float2*>(args.partial_o + rows.first * HS) + pair;
   MergeSmem& smem = dynamic_smem<MergeSmem>();
 
-  const Partial total = merge_sums(partials, rows, lane);
-  const float shift = total.reference == -INFINITY ? 0.0f : total.reference;
+  Partial mine[MINE];
+  float top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    const int part = i * MERGE_WARPS * WARP + threadIdx.x;
+    mine[i] = part < rows.count ? partials[part * rows.stride] : Partial{-INFINITY, 0.0f};
+    top = fmaxf(top, mine[i].reference);
+  }
+  top = warp_max(top);
+  if (lane == 0) smem.tops[warp] = top;
+  __syncthreads();
+  for (int i = 0; i < MERGE_WARPS; ++i) top = fmaxf(top, smem.tops[i]);
+
+  // A part without a key weighs 0: its O may never have been written.
+  const float shift = top == -INFINITY ? 0.0f : top;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    const int part = i * MERGE_WARPS * WARP + threadIdx.x;
+    const float weight = exp2f(mine[i].reference - shift);
+    sum += mine[i].sum * weight;
+    if (part < rows.count) smem.weights[part] = weight;
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) smem.sums[warp] = sum;
+  __syncthreads();
+
   float2 o = {0.0f, 0.0f};
+#pragma unroll 8
   for (int i = warp; i < rows.count; i += MERGE_WARPS) {
-    const float weight = exp2f(partials[i * rows.stride].reference - shift);
-    if (weight == 0.0f) continue;  // no key: its O may never have been written
-    const float2 part = o_parts[i * rows.stride * (HS / 2)];
+    const float weight = smem.weights[i];
+    const float2 part = weight == 0.0f ? float2{0.0f, 0.0f} : o_parts[i * rows.stride * (HS / 2)];
     o = {o.x + weight * part.x, o.y + weight * part.y};
   }
   smem.o[warp][lane] = o;
   __syncthreads();
   if (warp != 0) return;
-  for (int i = 1; i < MERGE_WARPS; ++i) o = {o.x + smem.o[i][lane].x, o.y + smem.o[i][lane].y};
+  sum = smem.sums[0];
+#pragma unroll
+  for (int i = 1; i < MERGE_WARPS; ++i) {
+    o = {o.x + smem.o[i][lane].x, o.y + smem.o[i][lane].y};
+    sum += smem.sums[i];
+  }
 
   const int kv_head = head / group_size(args);
-  const RowEnd end = end_row(args, kv_head, head, total);
-  const int64_t element = query_offset(args, args.o_stride, batch, token, head) + 2 * pair;
-  store_element(args.o, element, args.dtype, o.x * end.factor);
-  store_element(args.o, element + 1, args.dtype, o.y * end.factor);
+  const RowEnd end = end_row(args, kv_head, head, {top, sum});
+  store_output(args.o, query_offset(args, args.o_stride, batch, token, head) + 2 * pair, args.dtype,
+               {o.x * end.factor, o.y * end.factor});
   if (blockIdx.x == 0 && lane == 0) store_lse(args, batch, token, head, end.lse);
 }
 

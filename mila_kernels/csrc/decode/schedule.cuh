@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge_pieces(const DecodeAr
   const Schedule<Bc> schedule(args);
   const int2 slots = args.automatic ? schedule.slots(batch, item)
                                     : int2{(batch * schedule.items + item) * args.splits, args.splits};
+  griddepcontrol_wait();  // nothing to wait for where the launch is an ordinary one
   const int rows = slot_rows(args);
   merge_row<HS>(args, batch, token, head, {static_cast<int64_t>(slots.x) * rows + row % ROWS, rows, slots.y});
 }

@@ -10,14 +10,11 @@
 template <typename KV>
 using Product = std::conditional_t<std::is_same_v<KV, e4m3>, fp16, KV>;
 
-constexpr int WARPS = 4;  // of a block
-constexpr int THREADS = WARPS * WARP;
-
-// A tile of up to 64 keys in at most TILE_BYTES.
-template <typename KV_, int HS_, int TILE_BYTES>
+// A tile of up to 64 keys in at most TILE_BYTES, and how the WARPS of a block share it.
+template <typename KV_, int HS_, int TILE_BYTES, int WARPS_>
 struct Shape {
   using KV = KV_;
-  static constexpr int HS = HS_;
+  static constexpr int HS = HS_, WARPS = WARPS_, THREADS = WARPS * WARP;
   static constexpr int CHUNKS = HS * static_cast<int>(sizeof(KV)) / 16;  // of a row
   static constexpr int Bc = TILE_BYTES / (16 * CHUNKS) < 64 ? TILE_BYTES / (16 * CHUNKS) : 64;  // keys
   static constexpr int PARTS = WARPS * 16 / Bc;  // of the head dim: a warp multiplies 16 keys by one of them
@@ -80,11 +77,35 @@ DEVICE void copy_tile(Tile<G>& tile_smem, const DecodeArgs& args, const void* ba
                       int kv_head, int tile, KeyRange keys, TilePlace place) {
   using KV = typename G::KV;
   constexpr int CHUNKS = G::CHUNKS, Bc = G::Bc;
-  const int chunk = threadIdx.x % CHUNKS, first = max(tile, keys.begin);
+  constexpr int PASS = G::THREADS / CHUNKS;                   // rows that the block copies at once
+  constexpr int PASSES = Bc / PASS, RUN = PASS < 16 ? 16 / PASS : 1;  // passes within 16 rows: they lie in one page
+  const int chunk = threadIdx.x % CHUNKS, first_row = threadIdx.x / CHUNKS;
   const KV* column = static_cast<const KV*>(base) + kv_head * stride[2] + chunk * (16 / static_cast<int>(sizeof(KV)));
+  const bool whole = tile >= keys.begin && tile + Bc <= keys.end;
+
+  if (whole && (args.page_table || !args.ring || place.slot + Bc <= args.capacity)) {
 #pragma unroll
-  for (int i = 0; i < Bc * CHUNKS / THREADS; ++i) {
-    const int row = threadIdx.x / CHUNKS + i * (THREADS / CHUNKS), position = tile + row;
+    for (int run = 0; run < PASSES; run += RUN) {
+      const int row = first_row + run * PASS;
+      int page = place.page, slot = place.slot + row;
+      if (args.page_table) {
+        page = __shfl_sync(ALL_LANES, place.page, row >> args.page_shift);
+        slot = (tile + row) & ((1 << args.page_shift) - 1);
+      }
+      const KV* source = column + page * stride[0] + slot * stride[1];
+#pragma unroll
+      for (int i = 0; i < RUN; ++i) {
+        cp_async_cg(smem_u32(&tile_smem[swizzled<CHUNKS>(row + i * PASS, chunk)]), source);
+        source += PASS * stride[1];
+      }
+    }
+    return;
+  }
+
+  const int first = max(tile, keys.begin);
+#pragma unroll 1
+  for (int row = first_row; row < Bc; row += PASS) {
+    const int position = tile + row;
     const bool live = position >= keys.begin && position < keys.end;
     int page = place.page, slot;
     if (args.page_table) {
@@ -114,7 +135,7 @@ DEVICE void load_queries(Queries<G, NT>& queries, const DecodeArgs& args, int ba
   using KV = typename G::KV;
   constexpr int PAIRS = G::HS / (2 * WARP);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  for (int n = warp; n < 8 * NT; n += WARPS) {
+  for (int n = warp; n < 8 * NT; n += G::WARPS) {
     const int row = first_row + n;
     const bool real = row < row_count(args);  // rows that fill up the tile are zeros
     const int64_t q = real ? query_offset(args, args.q_stride, batch, row_token(args, row), row_head(args, kv_head, row)) : 0;
@@ -122,9 +143,7 @@ DEVICE void load_queries(Queries<G, NT>& queries, const DecodeArgs& args, int ba
     float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      const int64_t element = q + 2 * (i * WARP + lane);
-      pairs[i] = {0.0f, 0.0f};
-      if (real) pairs[i] = {load_element(args.q, element, args.dtype), load_element(args.q, element + 1, args.dtype)};
+      pairs[i] = real ? load_query(args.q, q + 2 * (i * WARP + lane), args.dtype) : float2{0.0f, 0.0f};
       top = fmaxf(top, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
     }
     float down = 1.0f, up = 1.0f;
@@ -157,12 +176,14 @@ DEVICE int key_of_lane(int g) {
   return std::is_same_v<KV, e4m3> ? g >> 1 | (g & 1) << 2 : g;
 }
 
-// s[n] += the products of 16 keys from `first_key` with the rows of Q, along STEPS steps of the head dim from `first`.
-template <typename G, int NT>
-DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, const Queries<G, NT>& queries, int first_key, int first) {
+// s[n] = the products of 16 keys from `first_key` with the rows of Q, along STEPS steps of the head dim from `first`.
+// query(step, n) is the lane's fragment. Two sums take the steps in turn: half the wait for each other's result.
+template <typename G, int NT, typename Query>
+DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, int first_key, int first, Query query) {
   using KV = typename G::KV;
   constexpr int CHUNKS = G::CHUNKS, STEPS = G::STEPS;
   const int lane = threadIdx.x % WARP;
+  float sums[2][NT][4] = {};
   if constexpr (std::is_same_v<KV, e4m3>) {
     const int key = first_key + key_of_lane<KV>(lane / 4);
 #pragma unroll
@@ -176,8 +197,8 @@ DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, const Queries<G, 
                                f16x2_from_e4m3x2(low_words[j] >> 16), f16x2_from_e4m3x2(high_words[j] >> 16)};
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-          const uint2 b = queries.fragments[first + group * 4 + j][n][lane];
-          mma_m16n8k16<fp16>(s[n], a, b.x, b.y);
+          const uint2 b = query(group * 4 + j, n);
+          mma_m16n8k16<fp16>(sums[j % 2][n], a, b.x, b.y);
         }
       }
     }
@@ -189,11 +210,15 @@ DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, const Queries<G, 
       ldmatrix_x4(a, smem_u32(&k[swizzled<CHUNKS>(key, (first + step) * 2 + lane / 16)]));
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        const uint2 b = queries.fragments[first + step][n][lane];
-        mma_m16n8k16<KV>(s[n], a, b.x, b.y);
+        const uint2 b = query(step, n);
+        mma_m16n8k16<KV>(sums[step % 2][n], a, b.x, b.y);
       }
     }
   }
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) s[n][j] = sums[0][n][j] + sums[1][n][j];
 }
 
 template <int BYTES>
