@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from .results import StaticRow
 from .steps import Step
 
 T = TypeVar("T")
+Say = Callable[[str], object]
 
 # A column of the table that is written in capitals is the count of that instruction.
 INSTRUCTIONS = tuple(column for column in results.columns("static") if column.isupper())
@@ -227,10 +228,10 @@ def short_name(signature: str) -> str:
 # --- rows ---
 
 
-def analyse(step: Step, arch: str) -> tuple[list[StaticRow], list[str]]:
+def analyse(step: Step, arch: str, say: Say = str) -> tuple[list[StaticRow], list[str]]:
     """The rows of a step for an architecture, in the order of their names, and the compiler warnings that matter.
 
-    Cached by the digest of everything that is compiled and everything that compiles it.
+    Cached by the digest of everything that is compiled and everything that compiles it; ``say`` hears of what was not.
     """
     cached = paths.cache_dir() / "static" / f"{_digest(step, arch)}.json"
     try:
@@ -238,14 +239,9 @@ def analyse(step: Step, arch: str) -> tuple[list[StaticRow], list[str]]:
     except (OSError, ValueError):
         kernels, warnings = _measure(compile_step(step, arch))
         _store(cached, json.dumps([kernels, warnings]))
-    where: dict[str, Any] = {
-        "op": step.op,
-        "step": step.name,
-        "source_sha": step.source_sha,
-        "arch": arch,
-        "nvcc": nvcc_version(),
-    }
-    rows = [StaticRow(**where, **facts) for facts in kernels]
+        say(f"compiled {step.id} {arch}")
+    where: dict[str, Any] = {"op": step.op, "step": step.name, "source_sha": step.source_sha, "arch": arch}
+    rows = [StaticRow(**where, nvcc=nvcc_version(), **facts) for facts in kernels]
     return rows, warnings
 
 
@@ -291,18 +287,26 @@ def _store(file: Path, text: str) -> None:
         return
 
 
-def collect(chosen: Iterable[Step] | None = None, jobs: int | None = None) -> tuple[list[StaticRow], list[str]]:
-    """All rows, in a fixed order, and what must not be: undeclared spills, broken promises of the compiler."""
+def collect(
+    chosen: Iterable[Step] | None = None, jobs: int | None = None, say: Say = str
+) -> tuple[list[StaticRow], list[str]]:
+    """All rows, in a fixed order, and what must not be: a step that does not compile, undeclared spills, broken
+    promises of the compiler. ToolError where there is no compiler or no disassembler at all."""
     cases = [(step, arch) for step in (registry.steps() if chosen is None else chosen) for arch in step.architectures]
     _nvcc(), _cuobjdump(), nvcc_version(), _cuobjdump_version()  # so that a missing tool is said once
+
+    def attempt(case: tuple[Step, str]) -> tuple[list[StaticRow], list[str]]:
+        step, arch = case
+        try:
+            rows, warnings = analyse(step, arch, say)
+        except ToolError as error:
+            return [], [f"{step.id} {arch}: {error}"]
+        return rows, undeclared_spills(step, rows) + [f"{step.id} {arch}: {warning}" for warning in warnings]
+
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        analysed = list(pool.map(lambda case: analyse(*case), cases))
+        analysed = list(pool.map(attempt, cases))
     rows = [row for found, _ in analysed for row in found]
-    problems = []
-    for (step, arch), (found, warnings) in zip(cases, analysed, strict=True):
-        problems += undeclared_spills(step, found)
-        problems += [f"{step.id} {arch}: {warning}" for warning in warnings]
-    return sorted(rows, key=_order), problems
+    return sorted(rows, key=_order), [problem for _, problems in analysed for problem in problems]
 
 
 def _order(row: StaticRow) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]], list[tuple[int, str]]]:
@@ -386,29 +390,40 @@ def _choose(by_mangled: dict[str, T], kernel: str) -> dict[str, T]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``python -m mila_kernels static``."""
+    parser.add_argument(
+        "steps", nargs="*", metavar="STEP", help="only these steps; the rows of others stay as they are"
+    )
     parser.add_argument("--check", action="store_true", help="compare with results/static.csv and write nothing")
     parser.add_argument("--jobs", type=int, default=None, metavar="N", help="compilations at once (default: the cores)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Writes or checks the table. 0: right; 1: it differs, or a step spills undeclared; 2: a tool is missing."""
+    """Writes or checks the table. 0: right; 1: it differs, or a step spills undeclared; 2: a tool is missing.
+
+    ValueError for an unknown step.
+    """
+    chosen = [registry.step(name) for name in args.steps] or registry.steps()
     try:
-        rows, problems = collect(jobs=args.jobs)
+        rows, problems = collect(chosen, args.jobs, lambda line: print(line, file=sys.stderr, flush=True))
     except ToolError as error:
         print(f"static: {error}", file=sys.stderr)
         return 2
+    # A whole new table is written without a look at the old one, whose columns may be others.
+    recorded: list[StaticRow] = results.read(paths.RESULTS, "static") if args.check or args.steps else []
+    names = {(step.op, step.name) for step in chosen}
+    others = [row for row in recorded if args.steps and (row.op, row.step) not in names]
     if args.check:
-        problems += _compare(rows)
+        problems += _compare([row for row in recorded if row not in others], rows)
     else:
-        results.write(paths.RESULTS, "static", rows)
-        print(f"{len(rows)} kernels in results/static.csv, nvcc {nvcc_version()}")
+        every: list[StaticRow] = sorted(others + rows, key=_order)
+        results.write(paths.RESULTS, "static", every)
+        print(f"{len(rows)} kernels of {len(chosen)} steps in results/static.csv, nvcc {nvcc_version()}")
     for problem in problems:
         print(f"static: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 
-def _compare(rows: list[StaticRow]) -> list[str]:
-    recorded = results.read(paths.RESULTS, "static")
+def _compare(recorded: list[StaticRow], rows: list[StaticRow]) -> list[str]:
     compilers = {row.nvcc for row in recorded}
     if recorded and nvcc_version() not in compilers:
         # Another compiler allocates otherwise; only what holds under every compiler is checked then.

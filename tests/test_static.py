@@ -161,9 +161,12 @@ def test_listings(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-def test_source_that_does_not_compile(tmp_path: Path) -> None:
-    with pytest.raises(static.ToolError, match=r"(?s)nvcc ended with code .*01_test\.cu.*undefined_thing"):
-        static.compile_step(make_step(tmp_path / "s", "__global__ void f() { undefined_thing(); }\n"), "sm_90a")
+def test_source_that_does_not_compile_spares_the_others(tmp_path: Path) -> None:
+    broken = make_step(tmp_path / "s", "__global__ void f() { undefined_thing(); }\n")
+    rows, (problem,) = static.collect([broken, make_step(tmp_path / "good", SCALE)])
+    assert problem.startswith("test/01_test sm_90a: nvcc ended with code ")
+    assert "01_test.cu" in problem and "undefined_thing" in problem
+    assert [row.kernel for row in rows] == ["scale<64>", "scale<128>"]
 
 
 def test_a_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +201,24 @@ def test_write_then_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert static.main(check) == 0
     assert static.main(parser.parse_args(["--jobs", "1"])) == 0
     assert (tmp_path / "results" / "static.csv").read_text() == text
+    (tmp_path / "results" / "static.csv").write_text("op,step,older,columns\n")
+    assert static.main(parser.parse_args([])) == 0
+    assert (tmp_path / "results" / "static.csv").read_text() == text
 
     rows = results.read(tmp_path / "results", "static")
     results.write(tmp_path / "results", "static", [replace(rows[0], registers=3), rows[1]])
     capsys.readouterr()
     assert static.main(check) == 1
     assert f"scale<64>: registers 3 -> {rows[0].registers}" in capsys.readouterr().err
+
+    other = replace(rows[0], op="other")
+    results.write(tmp_path / "results", "static", [other])
+    monkeypatch.setattr(steps, "step", lambda name: step)
+    assert static.main(parser.parse_args(["test/01"])) == 0  # the rows of other steps stay
+    assert results.read(tmp_path / "results", "static") == [other, *rows]
+    assert static.main(parser.parse_args(["test/01", "--check"])) == 0
+    assert static.main(check) == 1
+    assert "other/01_test sm_90a scale<64>: recorded, but no longer there" in capsys.readouterr().err
 
     results.write(tmp_path / "results", "static", [replace(row, nvcc="1.2.3", registers=3) for row in rows])
     assert static.main(check) == 0
