@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from planted_bugs import LDMATRIX_BUGS, PRODUCT, PRODUCT_BUGS, SMEM_TILES_BUGS, SOURCES, Bug
 
-from mila_kernels import steps
 from mila_kernels.attention import PrefillArgs
 from mila_kernels.build import Buffer, KernelError, emulation, load
 from mila_kernels.steps import Step
-
-SOURCES = Path(__file__).parent / "steps" / "emulation"
 
 
 class ProductArgs(ctypes.Structure):
@@ -30,20 +30,34 @@ class ProductArgs(ctypes.Structure):
     ]
 
 
+class ProbeArgs(ctypes.Structure):
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("words", ctypes.c_int64),
+        ("what", ctypes.c_int32),
+        ("grid", ctypes.c_int32 * 3),
+        ("block", ctypes.c_int32 * 3),
+        ("smem_bytes", ctypes.c_int32),
+    ]
+
+
+PROBES = (
+    "indices", "block_votes", "atomics", "half_warps", "partial_warp", "fresh_memory", "constants", "neighbours",
+    "shuffle_for_barrier", "warp_barrier_for_block", "plain_and_atomic", "endless_wait", "local_arrays", "wait_twice",
+)  # fmt: skip
+PROBE = Step(op="emulation", order=3, name="03_probe", path=SOURCES / "03_probe.cu")
+BOTH_MODES = pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
+
+
 def _buffer(name: str, x: torch.Tensor, writable: bool = False) -> Buffer:
     return Buffer(name, x.data_ptr(), x.numel() * x.element_size(), writable)
 
 
-def _source_step(path: Path, op: str = "emulation") -> Step:
-    return Step(op=op, order=1, name=path.stem, path=path)
-
-
-PRODUCT = _source_step(SOURCES / "01_product.cu")
-
-
-def product(step: Step = PRODUCT, *, check: bool, m: int = 40, n: int = 24, k: int = 104, seed: int = 0) -> torch.Tensor:
-    """Runs the test's product on new random matrices; the result [m, n] after comparing it with float64."""
-    generator = torch.Generator().manual_seed(seed)
+def product(
+    step: Step = PRODUCT, *, check: bool, seed: int = 0, m: int = 40, n: int = 24, k: int = 104
+) -> torch.Tensor:
+    """Runs the tests' product on random matrices; the result [m, n], after comparing it with float64."""
+    generator = torch.Generator().manual_seed(5)
     a = torch.randn(m, k, generator=generator).bfloat16()
     b = torch.randn(n, k, generator=generator).bfloat16()
     c = torch.full((m, n), float("nan"))
@@ -56,15 +70,9 @@ def product(step: Step = PRODUCT, *, check: bool, m: int = 40, n: int = 24, k: i
     return c
 
 
-@pytest.mark.parametrize("check", [False, True])
-def test_product_is_right_in_any_order(check: bool) -> None:
-    for seed in range(20):
-        product(check=check, seed=seed)
-
-
 def prefill(step: Step, *, check: bool, seed: int = 0) -> None:
-    """Runs a prefill step on one small shape with several tiles, straight through its launcher."""
-    generator = torch.Generator().manual_seed(seed)
+    """Runs a prefill step on a small shape of several tiles, straight through its launcher."""
+    generator = torch.Generator().manual_seed(5)
     batch, q_len, kv_len, heads, dim = 1, 18, 75, 2, 64
     q = torch.randn(batch, q_len, heads, dim, generator=generator).bfloat16()
     k = torch.randn(batch, kv_len, 1, dim, generator=generator).bfloat16()
@@ -83,145 +91,237 @@ def prefill(step: Step, *, check: bool, seed: int = 0) -> None:
         load(step, "emulation", check=check)(args, buffers=buffers)
 
 
-@dataclass(frozen=True)
-class Bug:
-    """A change of a correct source and what check mode must say of it, at the line that holds ``at`` after the change.
-
-    ``run`` launches the changed step. ``at`` may be several fragments: the report must name one of their lines.
-    """
-
-    name: str
-    source: str
-    find: str
-    replace: str
-    says: str
-    at: tuple[str, ...]
-
-
-LANDED = "__syncthreads();  // the tile has landed"
-READ = "__syncthreads();  // the tile has been read"
-LDMATRIX_A = "ldmatrix_x4(a, smem_u32("
-COPY = "cp_async_cg_zfill("
-PRODUCT_BUGS = [
-    Bug("missing barrier", "01_product", LANDED, "", "in flight: .*reads|race: .*was waited for, but no barrier",
-        (LDMATRIX_A, "ldmatrix_x4(b")),
-    Bug("missing barrier after the first tile", "01_product", LANDED, "if (tile == 0) " + LANDED,
-        "in flight: .*reads|race: .*was waited for, but no barrier", (LDMATRIX_A, "ldmatrix_x4(b")),
-    Bug("missing trailing barrier", "01_product", READ, "", "race: .*overwrites by cp.async.*read there", (COPY,)),
-    Bug("missing __syncwarp", "01_product", "__syncwarp();  // the warp's rows are written", "",
-        "race: .*reads 4 bytes.*wrote there|uninitialised: .*reads 4 bytes", ("args.c[static_cast",)),
-    Bug("tile not filled", "01_product", "i < ROWS * BK / 8;", "i < ROWS * BK / 8 - 1;",
-        "uninitialised: .*which nobody wrote", (LDMATRIX_A, "ldmatrix_x4(b")),
-    Bug("array index out of bounds", "01_product", "smem.c[warp][row][column];", "smem.c[warp][row + 1][column];",
-        r"out of bounds: index 16 of an array .*\[16\]", ("smem.c[warp][row + 1]",)),
-    Bug("shared pointer out of bounds", "01_product", "smem.c[warp][row][column];",
-        "(&smem.c[0][0][0])[WARPS * 16 * BN + i];",
-        "out of bounds: .*of shared memory, which has", ("16 * BN + i];",)),
-    Bug("shared address out of bounds", "01_product", "smem_u32(&tile[row][column])",
-        "smem_u32(&tile[row][column]) + sizeof(Smem)", "cp.async .*out of bounds", ("+ sizeof(Smem)",)),
-    Bug("ldmatrix with a generic address", "01_product", LDMATRIX_A + "&smem.a",
-        "ldmatrix_x4(a, static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&smem.a",
-        "ldmatrix .*a generic address, cut to 32 bits", ("static_cast<uint32_t>(reinterpret",)),
-    Bug("ldmatrix on a row that is not aligned", "01_product", "k + lane / 16 * 8]", "k + lane / 16 * 4]",
-        "ldmatrix .*misaligned, must be a multiple of 16", ("lane / 16 * 4",)),
-    Bug("cp.async read before its wait", "01_product", "cp_async_wait_group<1>", "cp_async_wait_group<2>",
-        "in flight: .*reads .*while a cp.async .*is in flight", (LDMATRIX_A, "ldmatrix_x4(b")),
-    Bug("cp.async overwritten before its wait", "01_product", "cp_async_wait_group<1>();",
-        "if (threadIdx.x == 0) smem.a[tile % STAGES][0][0] = smem.a[0][0][0];",
-        "in flight: ", ("smem.a[tile % STAGES][0][0] =",)),
-    Bug("cp.async from shared memory", "01_product", "from + offset, inside", "&tile[0][0], inside",
-        "cp.async .*on shared memory, which is not global", ("&tile[0][0], inside",)),
-    Bug("global copy out of bounds", "01_product", "first_row + row < rows &&", "true &&",
-        "out of bounds: .*reads 16 bytes.* from the start of [ab], which has", (COPY,)),
-    Bug("global store out of bounds", "01_product", "m < args.m && n", "n", "out of bounds: .*writes 4 bytes.*of c, which",
-        ("args.c[static_cast",)),
-    Bug("store to what is only read", "01_product", "args.c[static_cast<int64_t>(m) * args.n + n] =",
-        "const_cast<bf16*>(args.a)[0] =", "read-only: .*writes 2 bytes.*a, .*is only read", ("const_cast<bf16*>",)),
-    Bug("barrier skipped by a warp", "01_product", LANDED, "if (warp == 0) " + LANDED,
-        "race: .*no barrier|in flight|divergence", (LANDED, READ, "ldmatrix")),
-    Bug("barrier in half a warp", "01_product", "  load_stage(0);", "  if (lane < 16) __syncthreads();\n  load_stage(0);",
-        "divergence within a block", ("if (lane < 16) __syncthreads();",)),
-    Bug("barrier that a warp never reaches", "01_product", "  __syncwarp();  // the",
-        "  if (warp) __syncthreads();\n  __syncwarp();  // the",
-        "divergence: some threads have exited: .*waits at __syncthreads", ("if (warp) __syncthreads();",)),
-    Bug("divergent mma", "01_product", "mma_m16n8k16<bf16>(c_regs[1]", "if (lane < 31) mma_m16n8k16<bf16>(c_regs[1]",
-        "divergence within a warp", ("if (lane < 31) mma", LDMATRIX_A, READ)),
-    Bug("mma in two branches", "01_product", "mma_m16n8k16<bf16>(c_regs[1], a, b[2], b[3]);",
-        "if (lane < 8)\n mma_m16n8k16<bf16>(c_regs[1], a, b[2], b[3]);\n else\n"
-        " mma_m16n8k16<bf16>(c_regs[1], a, b[2], b[3]); // other",
-        "divergence within a warp: .*is at mma .*waits at mma", ("// other",)),
-    Bug("lanes that have left", "01_product", "__syncwarp();  // the", "if (lane == 3) return;\n  __syncwarp();  // the",
-        "divergence within a warp: .*has exited|has exited, but", ("__syncwarp();  // the",)),
-    Bug("shuffle from a lane outside its mask", "01_product", "__syncwarp();  // the",
-        "if (lane < 4) c_regs[0][0] += __shfl_sync(0xfu, c_regs[0][0], 5);\n  __syncwarp();  // the",
-        "a shuffle reads lane 5, which its mask leaves out", ("__shfl_sync(0xfu",)),
-    Bug("another thread's local memory", "01_product", "load_stage(0);",
-        "float** shared = reinterpret_cast<float**>(&smem.c[0][0][0]);\n  if (threadIdx.x == 0) *shared = &c_regs[0][0];\n"
-        "  __syncthreads();\n  if (threadIdx.x == 1) **shared = 1.0f;\n  __syncthreads();\n  load_stage(0);",
-        "local memory: .*another thread's local memory", ("**shared = 1.0f",)),
-    Bug("misaligned vector", "01_product", "load_stage(0);",
-        "if (args.m == 40) c_regs[0][0] += reinterpret_cast<const float4*>(args.a + 4)->x;\n  load_stage(0);",
-        "misaligned: .*float4.*not a multiple of 16", ("args.a + 4",)),
-    Bug("shared address of a register", "01_product", LDMATRIX_A + "&smem.a", "ldmatrix_x4(a, smem_u32(a) + 0 * smem_u32(&smem.a",
-        "the shared address of .*not in the block's shared memory", ("smem_u32(a)",)),
-]  # fmt: skip
-
-TILE_READ = "__syncthreads();  // the last tile has been read"
-SMEM_TILES_BUGS = [
-    Bug("missing barrier", "02_smem_tiles", "    __syncthreads();\n\n", "\n\n", "race: .*(read|wrote) there|uninitialised",
-        ("to_float(k[", "smem.k[j]")),
-    Bug("missing barrier after the first tile", "02_smem_tiles", "    __syncthreads();\n\n",
-        "    if (tile == block_keys.begin) __syncthreads();\n\n", "race|divergence", ("to_float(k[", "smem.k[j]", "__syncthreads();")),
-    Bug("missing trailing barrier", "02_smem_tiles", TILE_READ, "", "race: .*(read|wrote) there",
-        ("smem.k[j]", "smem.v[j]")),
-    Bug("uninitialised shared read", "02_smem_tiles", "j = warp;", "j = warp + 1;", "uninitialised", ("to_float(k[",)),
-    Bug("shared index out of bounds", "02_smem_tiles", "smem.v[j][i * WARP + lane] =", "smem.v[j][i * WARP + lane + 8] =",
-        r"out of bounds: index \d+ of an array .*\[64\]", ("lane + 8]",)),
-    Bug("global read out of bounds", "02_smem_tiles", "j < min(Bc, block_keys.end - tile)", "j < Bc",
-        "out of bounds: .*reads 2 bytes.*from the start of [kv], which has", ("= k[i * WARP", "= v[i * WARP")),
-    Bug("global write out of bounds", "02_smem_tiles", "if (!owns_row) return;", "", "out of bounds: .*writes",
-        ("o[i * WARP + lane] =", "args.lse[")),
-    Bug("barrier skipped by a warp", "02_smem_tiles", TILE_READ, "if (warp) " + TILE_READ, "divergence",
-        (TILE_READ, "    __syncthreads();")),
-]  # fmt: skip
+def probe(
+    what: str,
+    words: int,
+    *,
+    check: bool,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    block: tuple[int, int, int] = (64, 1, 1),
+    smem_bytes: int = 1024,
+    seed: int = 0,
+    threads: int | None = None,
+    architecture: str | None = None,
+) -> list[int]:
+    """Runs one kernel of 03_probe.cu; its ``words`` outputs, zeros before."""
+    out = torch.zeros(words, dtype=torch.int32)
+    args = ProbeArgs(out.data_ptr(), words, PROBES.index(what), grid, block, smem_bytes)
+    with emulation(check=check, seed=seed, threads=threads, architecture=architecture):
+        load(PROBE, "emulation", check=check)(args, buffers=[_buffer("out", out, True)])
+    return [int(x) for x in out.numpy().view(np.uint32)]
 
 
-def _planted(bug: Bug, folder: Path) -> Step:
-    if bug.source == "01_product":
-        text = (SOURCES / "01_product.cu").read_text()
-    else:
-        text = steps.step(f"prefill/{bug.source}").source.replace('#include "args.cuh"', '#include "prefill/args.cuh"')
-    assert text.count(bug.find) >= 1, f"{bug.find!r} is not in {bug.source}"
-    changed = text.replace(bug.find, bug.replace)
-    # A cast that was opened is closed at the end of its line.
-    if bug.replace.count("(") - bug.replace.count(")") > bug.find.count("(") - bug.find.count(")"):
-        missing = bug.replace.count("(") - bug.replace.count(")") - bug.find.count("(") + bug.find.count(")")
-        lines = changed.split("\n")
-        at = next(i for i, line in enumerate(lines) if bug.replace in line)
-        lines[at] = lines[at].replace(");", ")" * missing + ");")
-        changed = "\n".join(lines)
-    path = folder / f"{bug.source}.cu"
-    path.write_text(changed)
-    return _source_step(path, op="planted")
-
-
-def _found(bug: Bug, folder: Path, run: Callable[..., object]) -> None:
-    step = _planted(bug, folder)
+def report_of(run: Callable[[], object]) -> str:
     with pytest.raises(KernelError) as caught:
-        run(step, check=True)
-    text = caught.value.text
+        run()
+    return caught.value.text
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def _is_found(bug: Bug, folder: Path, run: Callable[..., object]) -> None:
+    step = bug.plant(folder)
+    text = report_of(lambda: run(step, check=True))
     assert re.search(bug.says, text), text
-    lines = [i for i, line in enumerate(step.source.split("\n"), 1) if any(part in line for part in bug.at)]
+    lines = {i for i, line in enumerate(step.source.split("\n"), 1) if any(part in line for part in bug.at)}
     assert lines, f"{bug.at} is not in the changed source"
-    named = {int(n) for n in re.findall(rf"{bug.source}\.cu:(\d+)", text)}
-    assert named & set(lines), f"lines {lines} are not among those of: {text}"
+    named = {int(n) for n in re.findall(rf"{step.path.name}:(\d+)", text)}
+    assert named & lines, f"none of the lines {sorted(lines)} is named: {text}"
 
 
-@pytest.mark.parametrize("bug", PRODUCT_BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", PRODUCT_BUGS, ids=str)
 def test_planted_bug_of_the_product_is_found(bug: Bug, tmp_path: Path) -> None:
-    _found(bug, tmp_path, product)
+    _is_found(bug, tmp_path, product)
 
 
-@pytest.mark.parametrize("bug", SMEM_TILES_BUGS, ids=lambda bug: bug.name)
-def test_planted_bug_of_shared_tiles_is_found(bug: Bug, tmp_path: Path) -> None:
-    _found(bug, tmp_path, prefill)
+@pytest.mark.parametrize("bug", [*SMEM_TILES_BUGS, *LDMATRIX_BUGS], ids=str)
+def test_planted_bug_of_a_prefill_step_is_found(bug: Bug, tmp_path: Path) -> None:
+    _is_found(bug, tmp_path, prefill)
+
+
+@pytest.mark.parametrize("name", ["missing barrier", "missing trailing barrier", "tile not filled"])
+def test_fast_mode_shows_a_planted_bug_in_the_result(name: str, tmp_path: Path) -> None:
+    step = next(bug for bug in PRODUCT_BUGS if bug.name == name).plant(tmp_path)
+    wrong = 0
+    for seed in range(10):
+        try:
+            product(step, check=False, seed=seed)
+        except AssertionError:
+            wrong += 1
+    assert wrong >= 8
+
+
+@BOTH_MODES
+def test_correct_kernel_is_clean_and_right_in_any_order(check: bool) -> None:
+    results = [product(check=check, seed=seed) for seed in range(25)]
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
+# ---- what a kernel sees ----------------------------------------------------------------------------------------------
+
+
+@BOTH_MODES
+def test_every_thread_runs_once_and_knows_its_place(check: bool) -> None:
+    for grid, block in (
+        ((3, 2, 5), (5, 3, 2)),
+        ((70, 1, 1), (1, 1, 1)),
+        ((1, 2, 1), (32, 4, 8)),
+        ((2, 1, 1), (16, 1, 64)),
+    ):
+        words = int(np.prod(grid) * np.prod(block))
+        assert probe("indices", words, check=check, grid=grid, block=block) == list(range(1, words + 1))
+
+
+@BOTH_MODES
+def test_block_barriers_that_vote(check: bool) -> None:
+    out = np.array(probe("block_votes", 96 * 6, check=check, block=(96, 1, 1), seed=3)).reshape(96, 6)
+    assert (out == [48, 0, 1, 0, 1, 96]).all()
+
+
+@BOTH_MODES
+def test_atomics_of_all_blocks_at_once(check: bool) -> None:
+    n = 12 * 64
+    out = probe("atomics", 10, check=check, grid=(12, 1, 1), threads=4)
+    assert out[0] == out[9] == n and out[1] == n - 1 and out[2] == 0xFFFFFFFF
+    assert np.uint32(out[3]).view(np.float32) == n and out[4:6] == [0, n]
+    assert out[6] == 2 * n and out[7] == n % 10 and out[8] == 12
+
+
+@BOTH_MODES
+def test_halves_of_a_warp_meet_apart(check: bool) -> None:
+    x = list(range(64))
+    for i in range(7):
+        step = [x[t ^ 1] + x[t ^ 8] for t in range(64)]
+        x = [new if t % 32 >= 16 or i < 3 else old for t, (new, old) in enumerate(zip(step, x, strict=True))]
+    for seed in range(5):
+        assert probe("half_warps", 64, check=check, seed=seed) == [value & 0xFFFFFFFF for value in x]
+
+
+@BOTH_MODES
+def test_partial_warp(check: bool) -> None:
+    out = probe("partial_warp", 40, check=check, block=(40, 1, 1))
+    assert out == [(i ^ 1) + 100 * (32 if i < 32 else 8) for i in range(40)]
+
+
+def test_shared_memory_starts_as_nan_in_every_block() -> None:
+    words = probe("fresh_memory", 64, check=False, grid=(3, 1, 1))
+    assert set(words) == {0xFFFFFFFF}
+
+
+@BOTH_MODES
+def test_constants_and_variables_of_the_module(check: bool) -> None:
+    out = probe("constants", 32, check=check, block=(32, 1, 1))
+    assert out == [2, 3, 5, 7] * 8
+
+
+def test_neighbouring_bytes_do_not_race() -> None:
+    for seed in range(5):
+        out = probe("neighbours", 256, check=True, block=(256, 1, 1), seed=seed)
+        assert out == [2 * i + 2 for i in range(256)]
+
+
+def test_own_arrays_may_be_passed_about() -> None:
+    assert probe("local_arrays", 67, check=True)[:64] == [i + 3 for i in range(64)]
+
+
+# ---- what it reports -------------------------------------------------------------------------------------------------
+
+
+def test_shuffle_orders_no_memory() -> None:
+    text = report_of(lambda: probe("shuffle_for_barrier", 64, check=True))
+    assert re.search(r"race: .*wrote there at .*03_probe.cu:\d+|uninitialised: ", text), text
+
+
+def test_warp_barrier_orders_no_other_warp() -> None:
+    texts = {
+        report_of(lambda seed=seed: probe("warp_barrier_for_block", 64, check=True, seed=seed)) for seed in range(6)
+    }
+    assert all(re.search(r"^(race|uninitialised): .*03_probe.cu:\d+", text) for text in texts), texts
+
+
+def test_plain_read_beside_an_atomic_is_a_race() -> None:
+    text = report_of(lambda: probe("plain_and_atomic", 64, check=True))
+    assert re.search(r"race: .*(wrote there|updates by an atomic)", text), text
+
+
+@BOTH_MODES
+def test_deadlock_is_named(check: bool) -> None:
+    assert probe("endless_wait", 2, check=check) == [1, 0]
+    text = report_of(lambda: probe("endless_wait", 1, check=check))
+    assert re.search(r"^deadlock: thread \(\d+, 0, 0\) \[warp 1 .*03_probe.cu:\d+", text), text
+
+
+@BOTH_MODES
+def test_partner_that_never_comes_is_named(check: bool) -> None:
+    text = report_of(lambda: probe("wait_twice", 64, check=check))
+    assert re.search(r"divergence.*lane 30\] has exited.*lane 31\].*__syncwarp .*03_probe.cu:\d+", text), text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "most"),
+    [("sm_80", 163 * 1024), ("sm_89", 99 * 1024), ("sm_90a", 227 * 1024), ("sm_120", 99 * 1024)],
+)
+def test_shared_memory_limits_of_architectures(architecture: str, most: int) -> None:
+    probe("indices", 64, check=False, smem_bytes=most, architecture=architecture)
+    refuse = lambda: probe("indices", 64, check=False, smem_bytes=most + 1, architecture=architecture)  # noqa: E731
+    assert re.search(rf"invalid argument: {most + 1} bytes.* at most {most}", report_of(refuse))
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"),
+    [((1, 65536, 1), (1, 1, 1)), ((1, 1, 70000), (1, 1, 1)), ((1, 1, 1), (1025, 1, 1)), ((1, 1, 1), (1, 1, 65)),
+     ((1, 1, 1), (33, 32, 1)), ((1, 1, 1), (0, 1, 1))],
+)  # fmt: skip
+def test_launch_limits(grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+    text = report_of(lambda: probe("indices", 1, check=False, grid=grid, block=block))
+    assert "invalid configuration argument" in text and "at most" in text
+
+
+# ---- as a part of a process ------------------------------------------------------------------------------------------
+
+
+def test_a_report_leaves_nothing_behind(tmp_path: Path) -> None:
+    step = PRODUCT_BUGS[0].plant(tmp_path)
+    first = report_of(lambda: product(step, check=True, seed=4))
+    product(check=True)
+    assert report_of(lambda: product(step, check=True, seed=4)) == first or os.cpu_count() != 1
+
+
+def test_a_seed_gives_the_same_report_again() -> None:
+    def run(seed: int) -> str:
+        with emulation(threads=1):
+            return report_of(lambda: probe("warp_barrier_for_block", 64, check=True, seed=seed))
+
+    assert [run(seed) for seed in range(8)] == [run(seed) for seed in range(8)]
+    assert len({re.sub(r" \(block.*", "", run(seed)) for seed in range(8)}) > 1
+
+
+def test_launches_from_several_threads_at_once() -> None:
+    wrong: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for check in (False, True):
+                product(check=check, seed=seed)
+        except BaseException as error:  # noqa: BLE001
+            wrong.append(error)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_a_forked_child_can_launch() -> None:
+    product(check=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            code = 0 if probe("indices", 128, check=False, grid=(2, 1, 1)) == list(range(1, 129)) else 1
+        except BaseException:  # noqa: BLE001
+            code = 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -146,7 +145,11 @@ def test_lop3() -> None:
 
 @pytest.mark.parametrize(
     ("name", "form", "relative"),
-    [("ex2_approx_ftz", "fp32", 2.0**-22), ("ex2_approx_f16x2", "fp16", 2.0**-11), ("ex2_approx_ftz_bf16x2", "bf16", 2.0**-8)],
+    [
+        ("ex2_approx_ftz", "fp32", 2.0**-22),
+        ("ex2_approx_f16x2", "fp16", 2.0**-11),
+        ("ex2_approx_ftz_bf16x2", "bf16", 2.0**-8),
+    ],
 )
 def test_ex2(name: str, form: str, relative: float) -> None:
     words, out = _twin(name)

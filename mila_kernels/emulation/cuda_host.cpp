@@ -280,6 +280,7 @@ struct Worker {
   uint64_t block_linear;
   uint3 block_index;
   uint32_t ready_warps, current_warp;
+  uint64_t sleeps;  // since somebody last went on
   uint32_t alive;
   // Its __syncthreads.
   uint32_t at_barrier, votes;
@@ -810,7 +811,7 @@ std::string stuck(Worker& w) {
   std::vector<bool> told(count, false);
   for (uint32_t i = 0; i < count; ++i) {
     const Thread& t = w.threads[i];
-    if (t.exited || told[i]) continue;
+    if (t.exited || told[i] || t.waits == Kind::none) continue;
     if (first && first->warp == t.warp) diverged = true;
     first = &t;
     uint32_t same = 0;
@@ -875,6 +876,7 @@ void meet(Kind kind, uint32_t mask, uint32_t shape, const Place& place, void* op
     return;
   }
   compute(*p);
+  w.sleeps = 0;
   if (p != &warp.pending[--warp.pending_count]) *p = warp.pending[warp.pending_count];
   set_ready(w, warp, members & ~bit);
   if (w.random.next() >> 28 == 0) wait_turn(t);  // the last to come need not be the first to go on
@@ -896,6 +898,7 @@ void release_block(Worker& w) {
     w.shadow->barrier = w.shadow->now;
     w.shadow->more.resize(1);
   }
+  w.sleeps = 0;
   w.at_barrier = 0;
   w.barrier_first = UINT32_MAX;
   for (uint32_t i = 0; i < w.launch->block_warps; ++i) {
@@ -922,6 +925,7 @@ void exit_thread(Thread& t) {
       const Thread& other = w.threads[warp.index * 32 + static_cast<uint32_t>(__builtin_ctz(warp.pending[i].arrived))];
       report("divergence within a warp: " + who(t) + " has exited while " + waiting(other));
     }
+  w.sleeps = 0;
   t.exited = true;
   warp.exited |= 1u << t.lane;
   --w.alive;
@@ -940,6 +944,7 @@ void start_block(Worker& w, uint64_t linear) {
   memset(w.window, 0xff, launch.shared_bytes);  // NaN in every format
   start_checking(w);
   w.alive = launch.block_threads;
+  w.sleeps = 0;
   w.at_barrier = 0;
   w.barrier_first = UINT32_MAX;
   w.ready_warps = 0;
@@ -1489,8 +1494,16 @@ uint64_t atomic(Atomic op, void* address, uint64_t value, uint64_t compare) {
   __builtin_unreachable();
 }
 
+// A thread that asks again and again for what another is to do. Another block may be long in coming; this one is not.
 void yield() {
-  if (current) wait_turn(*current);
+  Thread& t = *current;
+  Worker& w = *t.worker;
+  const uint64_t patience = w.launch->blocks == 1 ? 1u << 20 : 1u << 27;
+  if (++w.sleeps > patience)
+    report("deadlock: " + who(t) + " sleeps again and again, and nobody else goes on, " +
+           where({{nullptr, 0}, reinterpret_cast<uintptr_t>(__builtin_return_address(0))}) + stuck(w));
+  w.current_warp = w.random.next() % w.launch->block_warps;
+  wait_turn(t);
 }
 
 void trap(const char* what, Site site) { report(std::string(what) + " by " + who(*current) + " at " + where(PLACE)); }
