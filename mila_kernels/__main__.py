@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .steps import Step
 
 OK, FAILED, WRONG_USE = 0, 1, 2
+ERROR_LINES = 12  # of a failed case: a report of check mode fits, a compiler's templates do not
 T = TypeVar("T")
 
 # Small enough for a minute of emulation, and no length a multiple of a tile: the edges are where kernels break.
@@ -32,6 +33,18 @@ CHECK_SHAPES = {
         "b1 q5h2 kv45h1 d64 full bf16",
         "b1 q20h2 kv3h1 d128 causal bf16",
     ),
+    "prefill_ring": (
+        "b1 q70h2 kv97h1 d256 w32 causal bf16",
+        "b2 q33h4 kv33h2 d128 w16 causal fp16",
+        "b1 q9h2 kv75h2 d64 w20 causal bf16",
+    ),
+    "decode": (
+        "b1 q1h16 kv129h1 d512 bf16 kvbf16 page64",
+        "b2 q1h8 kv65h4 d512 bf16 kvbf16 page64",
+        "b1 q3h4 kv40h2 d128 fp16 kvfp16 page16",
+    ),
+    "matvec_fp4": ("n70 k256 m1 bf16", "n33 k384 m3 fp16"),
+    "matvec_fp8": ("n70 k256 m1 bf16", "n33 k384 m3 fp16"),
 }
 
 EXAMPLES = """\
@@ -162,7 +175,9 @@ def _check_one(step: Step, workload: Workload, seed: int, args: argparse.Namespa
         with build.emulation(check=args.check_mode or None, seed=seed):
             rows = parity.check(step, workload, seed, args.device, run)
     except Exception as error:  # one broken case must not hide the others
-        print(f"FAILED  {step.id}  {workload.name or workload.shape}  seed {seed}: {type(error).__name__}: {error}")
+        first, *rest = f"{type(error).__name__}: {error}".splitlines()
+        more = [*rest[:ERROR_LINES], f"... {len(rest) - ERROR_LINES} more lines"] if len(rest) > ERROR_LINES else rest
+        print(f"FAILED  {step.id}  {workload.name or workload.shape}  seed {seed}: {first}", *more, sep="\n        ")
         return True
     took = f", {time.monotonic() - begun:.1f} s"
     for row in rows:
@@ -182,9 +197,12 @@ def _check_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
     if chosen:
         return chosen
     if step.op not in CHECK_SHAPES:
-        raise ValueError(f"{step.op} has no default shapes; name one with --shape or --workload")
+        raise ValueError(f"{step.id}: {step.op} has no default shapes; give --shape or --workload")
     everything = [shapes.parse_shape(step.op, text) for text in CHECK_SHAPES[step.op]]
-    return [w for w in everything if w.head_dim in step.head_dims and w.dtype in step.dtypes]
+    fitting = [w for w in everything if w.dtype in step.dtypes and (not w.is_attention or w.head_dim in step.head_dims)]
+    if not fitting:
+        raise ValueError(f"{step.id}: none of the default shapes fits it; give --shape or --workload")
+    return fitting
 
 
 # ---------------------------------------------------------------------------------------------- bench

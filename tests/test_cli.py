@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mila_kernels import __main__ as cli
-from mila_kernels import counters
+from mila_kernels import counters, parity, steps
 from mila_kernels.paths import ROOT
 
 SHAPE = "b1 q9h2 kv21h1 d64 causal bf16"
@@ -168,3 +168,27 @@ def test_counters_have_words() -> None:
     assert counters.label(STALL) == "stall: long scoreboard"
     assert counters.label("lts__t_sector_hit_rate.pct") == "L2 hit rate"
     assert counters.label("unheard.of") == "unheard.of"
+
+
+@pytest.mark.parametrize("op", steps.ops())
+def test_every_step_has_default_shapes_that_fit_it(op: str) -> None:
+    args = cli.build_parser("check").parse_args(["check"])
+    for step in steps.steps(op):
+        assert cli._check_workloads(step, args), step.id
+
+
+def test_a_long_error_of_a_case_is_cut_and_the_next_case_still_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = parity.check
+
+    def breaks(step: steps.Step, workload: object, seed: int, *rest: object) -> object:
+        if seed == 0:
+            raise RuntimeError("first line\n" + "template noise\n" * 99)
+        return original(step, workload, seed, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(parity, "check", breaks)
+    assert cli.main(["check", "prefill/01", "--shape", SHAPE, "--device", "emulation", "--seeds", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "RuntimeError: first line" in out and "more lines" in out and out.count("template noise") < 20
+    assert "1 of 2 cases passed, 1 FAILED" in out
