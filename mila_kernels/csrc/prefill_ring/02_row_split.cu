@@ -49,8 +49,10 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int g = lane / 4, t = lane % 4;  // an accumulator holds rows g and g + 8, columns 2t and 2t + 1
   const int tile_row = lane % 16, tile_column = lane / 16 * 8;  // of a 16 x 16 tile, for ldmatrix.x4
-  const int kv_head = blockIdx.y, batch = blockIdx.z, group = args.q_heads / args.kv_heads;
-  const int first_row = blockIdx.x * Br, rows = min(Br, args.q_len * group - first_row);
+  const int kv_head = blockIdx.x % args.kv_heads, batch = blockIdx.z, group = args.q_heads / args.kv_heads;
+  // Last rows first: the short bands of a prompt's first tokens fill the SMs that the last wave leaves empty.
+  const int first_row = (gridDim.x / args.kv_heads - 1 - blockIdx.x / args.kv_heads) * Br;
+  const int rows = min(Br, args.q_len * group - first_row);
   Smem<T, HS>& smem = dynamic_smem<Smem<T, HS>>();
   Tiles<T, HS>& tiles = smem.tiles;
 
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
       }
     }
 
-    if (tile < newest_keys.begin || tile + Bc > oldest_keys.end) {  // not all rows see all of the tile
+    if (tile < newest_keys.end - args.window || tile + Bc > oldest_keys.end) {  // not all rows see all of the tile
       const KeyRange keys[2] = {visible_positions(args, position + token(warp * 16 + g)),
                                 visible_positions(args, position + token(warp * 16 + g + 8))};
 #pragma unroll
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
 
 template <typename T>
 const char* launch_with(const PrefillRingArgs& args, cudaStream_t stream) {
-  const dim3 grid(ceil_div(args.q_len * (args.q_heads / args.kv_heads), Br), args.kv_heads, args.batch);
+  const dim3 grid(ceil_div(args.q_len * (args.q_heads / args.kv_heads), Br) * args.kv_heads, 1, args.batch);
   const auto run = [&]<int HS>() {
     return launch(prefill_ring_row_split<T, HS>, grid, WARPS * WARP, sizeof(Smem<T, HS>), stream, args);
   };
