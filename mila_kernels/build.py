@@ -48,6 +48,7 @@ logger = logging.getLogger("mila_kernels")
 Backend = Literal["cuda", "emulation"]
 
 CUDA_FLAGS = ("-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr")
+_CUDA_THREADS = ("--split-compile=0",)  # a step has many kernels, which ptxas then compiles on all cores
 # Kernels read a vector load's words as other types, as nvcc lets them: no strict aliasing.
 _HOST_FLAGS = (
     *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
@@ -476,7 +477,7 @@ def _load_cuda(step: Step, capability: tuple[int, int] | None) -> Kernel:
         raise BuildError(
             f"{step.id}: torch {torch.__version__} is a CPU build; backend cuda needs a CUDA build of torch"
         )
-    flags = (*CUDA_FLAGS, *gencode(step, capability))
+    flags = (*CUDA_FLAGS, *_CUDA_THREADS, *gencode(step, capability))
     recipe = _Recipe(step.path, f"{step.op}-{step.name}-cuda", "cuda", flags, nvcc_path(), cxx_path())
     library, handle = _obtain(recipe)
     return Kernel(step, library, handle, None, check=False)

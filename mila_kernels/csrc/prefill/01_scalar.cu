@@ -3,6 +3,7 @@
 //   instructions, not mathematics, so under 1% of the tensor-core peak however fast the memory is.
 // Measured: not yet.
 // Verdict: not yet.
+// Alignment: 2
 #include "args.cuh"
 
 constexpr int WARPS = 4;  // query rows a block

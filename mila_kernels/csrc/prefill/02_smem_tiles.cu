@@ -3,6 +3,7 @@
 //   still needs its own load instruction, now from shared memory: a gain of less than 1.5.
 // Measured: not yet.
 // Verdict: not yet.
+// Alignment: 2
 #include "args.cuh"
 
 constexpr int Br = 16;  // query rows a block, one a warp
