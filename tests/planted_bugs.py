@@ -143,7 +143,7 @@ PRODUCT_BUGS = [
         _P,
         "cp_async_wait_group<1>();",
         "if (threadIdx.x < 32) smem.a[tile % STAGES][lane][0] = bf16(0.0f);",
-        "in flight: .*writes",
+        "in flight: .*writes|race: .*overwrites by cp.async.*wrote there",
         ("smem.a[tile % STAGES][lane][0] =",),
     ),
     Bug(

@@ -140,7 +140,7 @@ def test_planted_bug_of_a_prefill_step_is_found(bug: Bug, tmp_path: Path) -> Non
     _is_found(bug, tmp_path, prefill)
 
 
-@pytest.mark.parametrize("name", ["missing barrier", "missing trailing barrier", "tile not filled"])
+@pytest.mark.parametrize("name", ["missing barrier", "missing barrier after the first tile", "tile not filled"])
 def test_fast_mode_shows_a_planted_bug_in_the_result(name: str, tmp_path: Path) -> None:
     step = next(bug for bug in PRODUCT_BUGS if bug.name == name).plant(tmp_path)
     wrong = 0
