@@ -26,8 +26,9 @@ from typing import Any, Literal
 import torch
 
 from . import build, nvml, ops, paths, peaks, peers, shapes, steps
+from .ablate import Ablated
 from .peaks import ImpossibleRate, Peak, check_rate
-from .results import CounterRow, RunWriter, SampleRow, TimingRow
+from .results import AblationRow, CounterRow, RunWriter, SampleRow, TimingRow
 from .shapes import Workload
 from .steps import Step
 
@@ -472,6 +473,8 @@ def bench(
     a row with status ``failed`` and its error, which is returned too. Without ``run`` nothing is written and errors
     are raised.
 
+    A step with a stage left out (:mod:`mila_kernels.ablate`) gives a row of ``ablations``.
+
     Raises NoDevice without a GPU, and ValueError for a step or workload that is unknown or of another op.
     """
     chosen = steps.step(step)
@@ -479,6 +482,7 @@ def bench(
     return bench_call(
         chosen.name, lambda **inputs: functools.partial(op.run, step=chosen, **inputs), workload, op=chosen.op,
         source_sha=chosen.source_sha, cache=cache, seed=seed, run=run, n=n, device=device,
+        kind=AblationRow if isinstance(chosen, Ablated) else TimingRow,
     )  # fmt: skip
 
 
@@ -510,6 +514,7 @@ def bench_call(
     run: RunWriter | None = None,
     n: int | None = None,
     device: torch.device | str | None = None,
+    kind: type[TimingRow] = TimingRow,
 ) -> TimingRow:
     """Time what ``prepare(**inputs)`` returns for the op's inputs, under ``name``; otherwise as :func:`bench`."""
     if cache not in ("cold", "hot"):
@@ -519,7 +524,7 @@ def bench_call(
     if case.op != entry.name:
         raise ValueError(f"workload: {case.name or case.shape} is of {case.op}, and {name} of {entry.name}")
     place = need_cuda(device)
-    failed = TimingRow(
+    failed = kind(
         run_id=run.run_id if run else "", op=entry.name, step=name, source_sha=source_sha, workload=case.name,
         shape=case.shape, dtype=case.dtype, cache=cache, status="failed", error="the process was killed",
     )  # fmt: skip

@@ -40,7 +40,7 @@ def open_case(run: RunWriter, failed: TimingRow) -> Iterator[None]:
     """While a case runs, keep the row that it leaves should its process be killed: close_open_case writes it."""
     note = run.folder / _OPEN_CASE
     part = run.folder / f"{_OPEN_CASE}.{os.getpid()}"
-    part.write_text(json.dumps(asdict(failed)), encoding="utf-8")
+    part.write_text(json.dumps({"table": failed.TABLE, **asdict(failed)}), encoding="utf-8")
     os.replace(part, note)
     try:
         yield
@@ -54,7 +54,8 @@ def close_open_case(folder: Path, run_id: str, error: str) -> None:
     if not note.exists():
         return
     case = json.loads(note.read_text(encoding="utf-8"))
-    RunWriter(folder, run_id).add(TimingRow(**{**case, "status": "failed", "error": error}))
+    kind = results.TABLES[case.pop("table")]
+    RunWriter(folder, run_id).add(kind(**{**case, "status": "failed", "error": error}))
     note.unlink()
 
 

@@ -33,11 +33,12 @@ from typing import Any
 import filelock
 import pandas as pd
 
-from mila_kernels import paths, steps
+from mila_kernels import ablate, paths, steps
 from mila_kernels.peaks import check_rate, peak
 from mila_kernels.schema import (
     RUN_TABLES,
     TABLES,
+    AblationRow,
     AnyRow,
     CounterRow,
     NotebookRow,
@@ -60,9 +61,9 @@ from mila_kernels.schema import (
 )
 
 __all__ = [
-    "TABLES", "CounterRow", "NotebookRow", "ParityRow", "ResultsError", "Row", "RunRow", "RunWriter", "SampleRow",
-    "SanitizerRow", "StaticRow", "TimingRow", "append", "columns", "export", "limit_us", "merge", "read", "record",
-    "table", "with_rates", "write",
+    "TABLES", "AblationRow", "CounterRow", "NotebookRow", "ParityRow", "ResultsError", "Row", "RunRow", "RunWriter",
+    "SampleRow", "SanitizerRow", "StaticRow", "TimingRow", "append", "columns", "export", "limit_us", "merge", "read",
+    "record", "table", "with_rates", "write",
 ]  # fmt: skip
 
 RUN_FOLDER_VARIABLE = "MILA_RUN_FOLDER"  # set by a batch, so that all of its processes write into one run
@@ -512,7 +513,7 @@ def table(
     folder = gpu if isinstance(gpu, Path) else root / gpu if gpu else root
     rows = read(folder, name)
     runs = {row.run_id: row for row in read(folder, "runs")} if name != "static" else {}
-    for row in rows if name == "timings" else ():
+    for row in rows if name in ("timings", "ablations") else ():
         check_timing(row, runs[row.run_id].gpu if row.run_id in runs else "")
     if latest:
         rows = _latest(rows, kind_of_row.KEY, runs)
@@ -540,7 +541,7 @@ class _CurrentSources:
     """Digests of the steps as they are now."""
 
     def __init__(self) -> None:
-        self.digests = {(step.op, step.name): step.source_sha for step in steps.steps()}
+        self.digests = {(step.op, step.name): step.source_sha for step in steps.steps()} | dict(ablate.digests())
 
     def stale(self, op: str, step: str, source_sha: str) -> bool:
         """True for a row of a step whose source has changed or is gone; peers have no source of ours."""

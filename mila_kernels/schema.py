@@ -126,6 +126,13 @@ class TimingRow(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AblationRow(TimingRow):
+    """One timed case of a step with a stage left out: its result is wrong, so it never counts as a step's timing."""
+
+    TABLE: ClassVar[str] = "ablations"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleRow(Row):
     """Every sample of a timed part of a case, microseconds in order, separated by spaces."""
 
@@ -255,7 +262,7 @@ class StaticRow(Row):
 
 
 _ROWS: tuple[type[Row], ...] = (
-    RunRow, TimingRow, SampleRow, ParityRow, CounterRow, SanitizerRow, NotebookRow, StaticRow,
+    RunRow, TimingRow, AblationRow, SampleRow, ParityRow, CounterRow, SanitizerRow, NotebookRow, StaticRow,
 )  # fmt: skip
 TABLES: dict[str, type[Row]] = {row.TABLE: row for row in _ROWS}
 RUN_TABLES = tuple(name for name in TABLES if name != "static")

@@ -124,6 +124,8 @@ def steps(op: str | None = None) -> list[Step]:
 def step(name: str | Step) -> Step:
     """A step by its id (``prefill/01_scalar``), its op and order (``prefill/01``), or its name if only one op has it.
 
+    ``<step> without <stage>`` is a variant of it that :mod:`mila_kernels.ablate` declares.
+
     Raises:
         ValueError: no such step, or more than one; the text lists close names.
     """
@@ -134,6 +136,10 @@ def step(name: str | Step) -> Step:
     everything = _registry()
     if name in everything:
         return everything[name]
+    if " without " in name:
+        from .ablate import ablated
+
+        return ablated(name)
     found = [s for s in everything.values() if _answers_to(s, name.strip())]
     if len(found) == 1:
         return found[0]
