@@ -10,7 +10,9 @@
 #include "merge.cuh"
 #include "tiles.cuh"
 
-constexpr int WARPS = 8, STAGE_BYTES = 96 * 1024;  // of two blocks an SM
+constexpr int STAGE_BYTES = 96 * 1024;  // of two blocks an SM
+template <int HS>
+constexpr int WARPS = HS / 16 < 8 ? HS / 16 : 8;  // a warp owns at least 16 columns of V
 // A lane keeps its part of Q in 32 registers: 16 rows of E4M3 at head dim 512 leave room for that in smaller tiles only.
 template <typename KV, int HS, int NT>
 constexpr int TILE_BYTES = (sizeof(KV) == 1 && HS == 512 && NT == 2 ? 16 : 32) * 1024;
@@ -32,8 +34,8 @@ struct Smem {
 };
 
 template <typename KV, int HS, int NT>
-__global__ void __launch_bounds__(WARPS* WARP, 2) decode_in_flight(const DecodeArgs args) {
-  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS>;
+__global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const DecodeArgs args) {
+  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>;
   constexpr int Bc = G::Bc;
   constexpr float TOP = std::is_same_v<Product<KV>, fp16> ? P_BITS : 0.0f;
   constexpr uint32_t ONES = std::is_same_v<Product<KV>, fp16> ? 0x3c003c00u : 0x3f803f80u;
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 2) decode_in_flight(const DecodeA
 template <typename KV, int HS, int NT>
 const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
   const char* error = launch(decode_in_flight<KV, HS, NT>, row_grid(args, args.splits), WARPS * WARP,
-                             sizeof(Smem<Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS>, NT>), stream, args);
+                             sizeof(Smem<Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>, NT>), stream, args);
   return error ? error : launch_merge<HS>(args, stream);
 }
 

@@ -10,7 +10,9 @@
 #include "schedule.cuh"
 #include "tiles.cuh"
 
-constexpr int WARPS = 8, STAGE_BYTES = 96 * 1024;  // of two blocks an SM
+constexpr int STAGE_BYTES = 96 * 1024;  // of two blocks an SM
+template <int HS>
+constexpr int WARPS = HS / 16 < 8 ? HS / 16 : 8;  // a warp owns at least 16 columns of V
 // A lane keeps its part of Q in 32 registers: 16 rows of E4M3 at head dim 512 leave room for that in smaller tiles only.
 template <typename KV, int HS, int NT>
 constexpr int TILE_BYTES = (sizeof(KV) == 1 && HS == 512 && NT == 2 ? 16 : 32) * 1024;
@@ -185,8 +187,8 @@ DEVICE void decode_piece(Smem<G, NT>& smem, const DecodeArgs& args, Piece piece)
 }
 
 template <typename KV, int HS, int NT>
-__global__ void __launch_bounds__(WARPS* WARP, 2) decode_balanced(const DecodeArgs args) {
-  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS>;
+__global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_balanced(const DecodeArgs args) {
+  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>;
   Smem<G, NT>& smem = dynamic_smem<Smem<G, NT>>();
   const int block = blockIdx.x;
   if (!args.automatic) {
@@ -201,9 +203,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 2) decode_balanced(const DecodeAr
 
 template <typename KV, int HS, int NT>
 const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
-  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS>;
+  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>;
   const char* error =
-      launch(decode_balanced<KV, HS, NT>, schedule_grid(args), WARPS * WARP, sizeof(Smem<G, NT>), stream, args);
+      launch(decode_balanced<KV, HS, NT>, schedule_grid(args), WARPS<HS> * WARP, sizeof(Smem<G, NT>), stream, args);
   if (error) return error;
   return launch(merge_pieces<HS, G::Bc>, merge_grid(args), MERGE_WARPS * WARP, sizeof(MergeSmem), stream, args);
 }
