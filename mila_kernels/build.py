@@ -53,6 +53,7 @@ _CUDA_THREADS = ("--split-compile=0",)  # a step has many kernels, which ptxas t
 _HOST_FLAGS = (
     *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
     *("-fvisibility-inlines-hidden", "-Wno-unknown-pragmas"),
+    "-gdwarf-4",  # binutils up to 2.40 take a first function of DWARF 5 to lie in the wrong file
 )
 # A step is compiled for eight types and head dims: these levels halve that time, and cost a tenth of the run's.
 FAST_FLAGS = (*_HOST_FLAGS, "-O1", "-g1")

@@ -44,6 +44,7 @@ class ProbeArgs(ctypes.Structure):
 PROBES = (
     "indices", "block_votes", "atomics", "half_warps", "partial_warp", "fresh_memory", "constants", "neighbours",
     "shuffle_for_barrier", "warp_barrier_for_block", "plain_and_atomic", "endless_wait", "local_arrays", "wait_twice",
+    "wild_store", "wild_copy", "deep_stack",
 )  # fmt: skip
 PROBE = Step(op="emulation", order=3, name="03_probe", path=SOURCES / "03_probe.cu")
 BOTH_MODES = pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
@@ -102,10 +103,11 @@ def probe(
     seed: int = 0,
     threads: int | None = None,
     architecture: str | None = None,
+    address: int | None = None,
 ) -> list[int]:
-    """Runs one kernel of 03_probe.cu; its ``words`` outputs, zeros before."""
+    """Runs one kernel of 03_probe.cu; its ``words`` outputs, zeros before. It is told ``address`` in place of words."""
     out = torch.zeros(words, dtype=torch.int32)
-    args = ProbeArgs(out.data_ptr(), words, PROBES.index(what), grid, block, smem_bytes)
+    args = ProbeArgs(out.data_ptr(), words if address is None else address, PROBES.index(what), grid, block, smem_bytes)
     with emulation(check=check, seed=seed, threads=threads, architecture=architecture):
         load(PROBE, "emulation", check=check)(args, buffers=[_buffer("out", out, True)])
     return [int(x) for x in out.numpy().view(np.uint32)]
@@ -256,6 +258,37 @@ def test_deadlock_is_named(check: bool) -> None:
 def test_partner_that_never_comes_is_named(check: bool) -> None:
     text = report_of(lambda: probe("wait_twice", 64, check=check))
     assert re.search(r"divergence.*lane 30\] has exited.*lane 31\].*__syncwarp .*03_probe.cu:\d+", text), text
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("what", ["wild_store", "wild_copy"])
+def test_unmapped_address_is_a_report(what: str, check: bool) -> None:
+    text = report_of(lambda: probe(what, 0, address=0x40, check=check))
+    line = next(i for i, x in enumerate(PROBE.source.split("\n"), 1) if "(args.words)" in x and what.split("_")[1] in x)
+    assert re.search(rf"^out of bounds: .*0x40.*03_probe.cu:{line}\b", text), text
+
+
+@BOTH_MODES
+def test_exhausted_stack_is_a_report(check: bool) -> None:
+    text = report_of(lambda: probe("deep_stack", 100_000, check=check))
+    assert re.search(r"^local memory: .* bytes of stack, at .*03_probe.cu:\d+", text), text
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("what", ["wild_store", "wild_copy"])
+def test_unmapped_address_is_a_report(what: str, check: bool) -> None:
+    text = report_of(lambda: probe(what, 1, address=0x40, check=check))
+    lines = [i for i, line in enumerate(PROBE.source.split("\n"), 1) if "(args.words)" in line]
+    line = lines[["wild_store", "wild_copy"].index(what)]
+    assert re.search(rf"^out of bounds: .*0x40\b.*03_probe.cu:{line}\b", text), text
+    probe("indices", 64, check=check)
+
+
+@BOTH_MODES
+def test_exhausted_stack_is_a_report(check: bool) -> None:
+    text = report_of(lambda: probe("deep_stack", 100_000, check=check))
+    assert re.search(r"^local memory: .* bytes of stack, at .*03_probe.cu:\d+", text), text
+    probe("indices", 64, check=check)
 
 
 @pytest.mark.parametrize(

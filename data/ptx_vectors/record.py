@@ -2,7 +2,7 @@
 
 ``python data/ptx_vectors/record.py [--out FOLDER]`` on a machine with a GPU writes ``FOLDER/sm_90.npz``, by default
 beside this file: for every wrapper ``in/NAME`` [trials, 32, words] and ``out/NAME``, uint32, a row a lane, and
-``about`` (JSON: GPU, driver, versions, date). ``--check`` compares the emulation with the file of each GPU here instead.
+``about`` (JSON: GPU, driver, versions, date). ``--check`` compares the emulation with the files here instead.
 The kernel is tests/steps/emulation/02_conformance.cu; its comments name the wrappers.
 """
 

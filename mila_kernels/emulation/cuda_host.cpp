@@ -3,12 +3,14 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -120,6 +122,7 @@ void* fresh_stack(char* top) {
 constexpr size_t MAX_THREADS = 1024, WARP_LANES = 32, MAX_WARPS = MAX_THREADS / WARP_LANES;
 constexpr size_t STACK_BYTES = 128 * 1024;
 constexpr size_t WINDOW_BYTES = 256 * 1024;
+constexpr size_t SIGNAL_STACK_BYTES = 64 * 1024;
 // Where dynamic shared memory begins in the 32-bit addresses: the hardware keeps the first KB for itself.
 constexpr uint32_t SHARED_BASE = 1024;
 
@@ -271,6 +274,7 @@ struct Worker {
   Launch* launch = nullptr;
   void* main_sp = nullptr;
   char* window = nullptr;
+  char* signal_stack = nullptr;
   std::vector<std::pair<char*, char*>> stack_regions;
   uint32_t stacks = 0;
   std::vector<Thread> threads;
@@ -338,11 +342,13 @@ Shadow::~Shadow() {
 
 Worker::Worker() : threads(MAX_THREADS), warps(MAX_WARPS) {
   window = map_window();
+  signal_stack = map(SIGNAL_STACK_BYTES);
   for (Thread& t : threads) t.window = window;
 }
 
 Worker::~Worker() {
   munmap(window, WINDOW_BYTES);
+  munmap(signal_stack, SIGNAL_STACK_BYTES);
   for (auto [low, high] : stack_regions) munmap(low, static_cast<size_t>(high - low));
 }
 
@@ -670,7 +676,7 @@ __attribute__((noinline)) void other_access(Thread& t, uintptr_t address, unsign
   if (!config.buffers) return;
   append(text, "%s: %s %s %u bytes at %p", nearest && distance == 0 && nearest->writable < int{write} ? "read-only" : "out of bounds",
          who(t).c_str(), verb, bytes, pointer);
-  if (nearest) {
+  if (nearest && distance < nearest->bytes + (1u << 30)) {
     const auto low = reinterpret_cast<uintptr_t>(nearest->data);
     if (address < low)
       append(text, ", %llu bytes before the start of %s", static_cast<unsigned long long>(low - address), nearest->name);
@@ -982,11 +988,91 @@ void run_block(Worker& w, uint64_t linear) {
   if (w.alive && !w.launch->failed.load()) finish_report(w, stuck(w));
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// An address that is not mapped ends the launch with a report, not the process. While a grid runs, its workers handle
+// the signal on a stack of their own; a fault of anybody else goes where it went before.
+
+struct Faults {
+  std::mutex mutex;
+  int users = 0;
+  struct sigaction segv_before, bus_before;
+} faults;
+
+uintptr_t faulting_pc(const void* context) {
+  const auto& machine = static_cast<const ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  return static_cast<uintptr_t>(machine.gregs[REG_RIP]);
+#else
+  return static_cast<uintptr_t>(machine.pc);
+#endif
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  if (!current) {
+    const struct sigaction& before = signal == SIGSEGV ? faults.segv_before : faults.bus_before;
+    if (before.sa_flags & SA_SIGINFO)
+      before.sa_sigaction(signal, info, context);
+    else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+      before.sa_handler(signal);
+    else
+      ::signal(signal, SIG_DFL);  // the instruction runs again, and ends the process
+    return;
+  }
+  Thread& t = *current;
+  const uintptr_t pc = faulting_pc(context), address = reinterpret_cast<uintptr_t>(info->si_addr);
+  Dl_info from;
+  const bool in_step = dladdr(reinterpret_cast<void*>(pc), &from) &&
+                       reinterpret_cast<uintptr_t>(from.dli_fbase) == t.worker->launch->library_base;
+  std::string text;
+  if (address - (reinterpret_cast<uintptr_t>(t.stack_low) - 65536) < 65536)
+    append(text, "local memory: %s needs more than %zu bytes of stack", who(t).c_str(), STACK_BYTES);
+  else if (!address && pc)
+    append(text, "out of bounds or misaligned: %s uses an address that this machine cannot", who(t).c_str());
+  else
+    append(text, "out of bounds: %s uses %p, where no memory is", who(t).c_str(), info->si_addr);
+  report(text + ", at " + (in_step ? code(pc + 1) : where(t.place)));
+}
+
+// For the length of a launch.
+struct FaultHandler {
+  FaultHandler() {
+    std::lock_guard lock(faults.mutex);
+    if (faults.users++) return;
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // no return from it restores a mask
+    sigaction(SIGSEGV, &action, &faults.segv_before);
+    sigaction(SIGBUS, &action, &faults.bus_before);
+  }
+  ~FaultHandler() {
+    std::lock_guard lock(faults.mutex);
+    if (--faults.users) return;
+    sigaction(SIGSEGV, &faults.segv_before, nullptr);
+    sigaction(SIGBUS, &faults.bus_before, nullptr);
+  }
+  FaultHandler(const FaultHandler&) = delete;
+  FaultHandler& operator=(const FaultHandler&) = delete;
+};
+
+struct SignalStack {  // of the calling system thread
+  stack_t before;
+  explicit SignalStack(char* low) {
+    stack_t mine = {};
+    mine.ss_sp = low;
+    mine.ss_size = SIGNAL_STACK_BYTES;
+    sigaltstack(&mine, &before);
+  }
+  ~SignalStack() { sigaltstack(&before, nullptr); }
+  SignalStack(const SignalStack&) = delete;
+  SignalStack& operator=(const SignalStack&) = delete;
+};
+
 void run_blocks(Launch& launch) {
   try {
     auto worker = borrow_worker();
     worker->launch = &launch;
     worker->need_stacks(launch.block_threads);
+    const SignalStack signal_stack(worker->signal_stack);
     for (;;) {
       const uint64_t i = launch.next.fetch_add(1);
       if (i >= launch.blocks || launch.failed.load(std::memory_order_relaxed)) break;
@@ -1385,7 +1471,11 @@ void cp_async(uint32_t destination, const void* source, unsigned bytes, unsigned
     append(text, "cp.async by %s: %u source bytes, more than the %u it copies, ", who(t).c_str(), source_bytes, bytes);
     report(text + where(place));
   }
-  if (source_bytes) require_global(t, source, bytes, "cp.async", place);
+  if (source_bytes) {
+    require_global(t, source, bytes, "cp.async", place);
+    t.place = place;  // for the report, should there be no memory
+    static_cast<void>(*static_cast<const volatile char*>(source));
+  }
   if (t.checking) {
     if (source_bytes) other_access(t, reinterpret_cast<uintptr_t>(source), source_bytes, false, place.pc);
     if (++t.copies_issued > MAX_CLOCK) report("check mode follows a thread through 2^20 cp.async, not more");
@@ -1542,6 +1632,7 @@ const char* launch_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*invok
     const uint64_t wanted = thread_config.threads > 0 ? static_cast<uint64_t>(thread_config.threads)
                                                       : std::max(1u, std::thread::hardware_concurrency());
     const uint64_t workers = std::min({wanted, launch.blocks, uint64_t{32768} / (2 * launch.block_threads)});
+    const FaultHandler handler;
     std::vector<std::thread> threads;
     for (uint64_t i = 1; i < workers; ++i) threads.emplace_back([&launch] { run_blocks(launch); });
     run_blocks(launch);
@@ -1575,7 +1666,6 @@ extern "C" const char* emu_configure(const EmuConfig* config) {
   return nullptr;
 }
 
-extern "C" int emu_version(void) { return 1; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What the compiler's instrumentation calls in place of its own runtimes.

@@ -6,7 +6,8 @@
 // so that every plain load and store is seen. A finding ends the launch and is its error text.
 //
 // Found in both modes: warp and block divergence at barriers, shuffles, votes, mma, ldmatrix; lanes that have exited;
-// deadlock, with who waits where; shared addresses out of bounds, misaligned, or made from a generic address, where an
+// deadlock, with who waits where; addresses that
+// are not mapped; shared addresses out of bounds, misaligned, or made from a generic address, where an
 // instruction takes one; launches beyond the architecture's limits. Found in check mode too: data races on shared
 // memory between barriers, shared memory read before it was written, or read or overwritten while its cp.async is in
 // flight, accesses out of bounds of arrays, of shared memory and of the buffers the launch was told of, stores to what
@@ -45,8 +46,6 @@ struct EmuConfig {
 };
 // How the calling thread's launches run from now on; the buffers must outlive them. Null, or what is wrong.
 const char* emu_configure(const EmuConfig* config);
-// Changes whenever the interface above does.
-int emu_version(void);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

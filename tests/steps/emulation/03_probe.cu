@@ -150,10 +150,28 @@ __global__ void wait_twice(const ProbeArgs args) {
   args.out[threadIdx.x] = 1;
 }
 
+__global__ void wild_store(const ProbeArgs args) {
+  if (threadIdx.x == 5) reinterpret_cast<uint32_t*>(args.words)[0] = 1;
+}
+
+__global__ void wild_copy(const ProbeArgs args) {
+  cp_async_cg(smem_u32(&dynamic_smem<uint4>() + threadIdx.x), reinterpret_cast<const void*>(args.words));
+  cp_async_wait_all();
+}
+
+__attribute__((noinline)) uint32_t deep(volatile uint32_t* out, uint32_t level) {
+  volatile uint32_t local[64];
+  for (uint32_t i = 0; i < 64; ++i) local[i] = level + i;
+  return level == 0 ? local[3] : deep(local, level - 1) + local[level % 64] + out[0];
+}
+
+__global__ void deep_stack(const ProbeArgs args) { args.out[threadIdx.x] = deep(args.out, args.words); }
+
 extern "C" const char* launch_step(const ProbeArgs* args, cudaStream_t stream) {
   void (*const kernels[])(ProbeArgs) = {indices,      block_votes, atomics,   half_warps,          partial_warp,
                                         fresh_memory, constants,   neighbours, shuffle_for_barrier, warp_barrier_for_block,
-                                        plain_and_atomic, endless_wait, local_arrays, wait_twice};
+                                        plain_and_atomic, endless_wait, local_arrays, wait_twice,
+                                        wild_store, wild_copy, deep_stack};
   return launch(kernels[args->what], dim3(args->grid[0], args->grid[1], args->grid[2]),
                 dim3(args->block[0], args->block[1], args->block[2]), args->smem_bytes, stream, *args);
 }
