@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const Dec
 
 template <typename KV, int HS, int NT>
 const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
-  const char* error = launch(decode_in_flight<KV, HS, NT>, row_grid(args, args.splits), WARPS * WARP,
+  const char* error = launch(decode_in_flight<KV, HS, NT>, row_grid(args, args.splits), WARPS<HS> * WARP,
                              sizeof(Smem<Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>, NT>), stream, args);
   return error ? error : launch_merge<HS>(args, stream);
 }
