@@ -7,7 +7,7 @@
 // The others: tiles of 16 rows; per tile and 64 columns, 16 bytes a lane; scales [tile, group, 8, 2], rows g and g + 8
 // side by side. A word holds the A operand of one mma.m16n8k16, K permuted so that lane 4g + t owns the 16 columns from
 // 16t. FRAGMENTS: register r's two codes are the r-th nibbles from the top of the two halves. FOLDED: see
-// 07_folded_layout.cu.
+// 06_folded_layout.cu.
 enum Layout : int32_t { LAYOUT_ROWS = 0, LAYOUT_FRAGMENTS = 1, LAYOUT_FOLDED = 2 };
 enum ScaleDtype : int32_t { SCALE_BF16 = 0, SCALE_FP32 = 1 };
 
