@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from .paths import NOTEBOOKS, RESULTS
+from . import paths
 
 if TYPE_CHECKING:
     from .results import RunWriter
@@ -304,7 +304,7 @@ def _reproduce_arguments(parser: argparse.ArgumentParser) -> None:
         "-p", "--parameter", action="append", default=[], metavar="KEY=VALUE", help="any other parameter"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder, made if missing")
-    parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, metavar="DIR", help="where they are")
+    parser.add_argument("--notebooks", type=Path, default=paths.NOTEBOOKS, metavar="DIR", help="where they are")
     parser.add_argument("--timeout", type=_positive, metavar="SECONDS", help="longest time of one cell (default: none)")
 
 
@@ -345,7 +345,7 @@ def _record(args: argparse.Namespace) -> int:
     from . import results
 
     gained = results.record(args.run_id, as_=args.gpu)
-    print(f"{RESULTS / args.gpu}: " + ", ".join(f"{count} new in {name}" for name, count in gained.items()))
+    print(f"{paths.RESULTS / args.gpu}: " + ", ".join(f"{count} new in {name}" for name, count in gained.items()))
     return OK
 
 

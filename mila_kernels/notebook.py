@@ -304,19 +304,27 @@ class Session:
         if rows.empty:
             return pd.DataFrame({"counters": [why]})
         pairs = zip(rows["metric"], rows["unit"], strict=True)
-        named = rows.assign(counter=[f"{label(metric)} ({unit})" if unit else label(metric) for metric, unit in pairs])
+        named = _stale_marked(rows).assign(
+            counter=[f"{label(metric)} ({unit})" if unit else label(metric) for metric, unit in pairs]
+        )
         wide = named.pivot_table(index="counter", columns="step", values="value", sort=False)
-        return wide[[step.name for step in chosen if step.name in wide.columns]].map(lambda value: f"{value:,.4g}")
+        return wide[sorted(wide.columns)].map(lambda value: f"{value:,.4g}")
 
     def compiled(self, names: Sequence[str], arch: str = "sm_90a", kernel: str = "") -> pd.DataFrame:
-        """What the compiler says of steps' kernels whose name contains ``kernel``: a row each."""
+        """What the compiler says of steps' kernels whose name contains ``kernel``, and the warps that then fit an SM.
+
+        Instructions are counted in the code, not in its execution; those that none of the kernels has are left out.
+        """
         table = results.table("static")
         chosen = [steps.step(name).name for name in names]
         rows = table[table["step"].isin(chosen) & (table["arch"] == arch)]
         rows = rows[[kernel in name for name in rows["kernel"]]]
         if rows.empty:
             return pd.DataFrame({"static": [f"results/static.csv has no rows of them for {arch} yet: `make static`."]})
-        return rows.drop(columns=["op", "source_sha", "arch", "nvcc"], errors="ignore").reset_index(drop=True)
+        fits = [warps_that_fit(arch, row["registers"], row["threads"], row["smem_bytes"]) for row in _records(rows)]
+        shown = _stale_marked(rows).assign(warps=fits)
+        used = [name for name in ("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "FFMA") if shown[name].any()]
+        return shown.set_index("step")[["kernel", "registers", "threads", "smem_bytes", "spill_bytes", "warps", *used]]
 
     # -- charts and tables
 
@@ -409,6 +417,12 @@ class Session:
         display({"image/svg+xml": svg.read_text(encoding="utf-8"), "image/png": image}, raw=True)
 
 
+def _stale_marked(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with those of changed sources marked in the step's name."""
+    pairs = zip(rows["step"], rows["stale"], strict=True)
+    return rows.assign(step=[f"{name} (stale)" if old else name for name, old in pairs])
+
+
 def _is_of(row: dict[str, Any], workload: Workload) -> bool:
     """Whether a timing is of a workload. The published instance is a mean and not the launch whose shape it bears."""
     if row["shape"] != workload.shape:
@@ -456,6 +470,30 @@ def ceilings_table(ceilings: Ceilings) -> pd.DataFrame:
         {"ceiling": "BF16 ridge, FLOP a byte", "measured" if ceilings.measured else "data sheet": f"{ridge:.0f}"}
     )
     return pd.DataFrame(table).fillna("").set_index("ceiling")
+
+
+# Threads and KB of shared memory of a multiprocessor; each has 65,536 registers and room for 32 blocks.
+_MULTIPROCESSOR = {
+    "sm_80": (2048, 164),
+    "sm_89": (1536, 100),
+    "sm_90a": (2048, 228),
+    "sm_100a": (2048, 228),
+    "sm_120": (1536, 100),
+}
+
+
+def warps_that_fit(arch: str, registers: int, threads: int, smem_bytes: int) -> int:
+    """Warps of a kernel that a multiprocessor holds at once, of whole blocks of ``threads``.
+
+    Registers are handed out by 8 a thread, and each block keeps 1 KB of shared memory for the system. ValueError for an
+    architecture that is not listed.
+    """
+    if arch not in _MULTIPROCESSOR:
+        raise ValueError(f"arch: {arch!r} must be one of {', '.join(_MULTIPROCESSOR)}")
+    most_threads, smem_kb = _MULTIPROCESSOR[arch]
+    by_registers = 65536 // (-(-registers // 8) * 8 * threads)
+    blocks = min(by_registers, smem_kb * 1024 // (smem_bytes + 1024), most_threads // threads, 32)
+    return blocks * -(-threads // 32)
 
 
 def costs_table(session: Session, workload: Workload, costs: dict[str, tuple[str, float]]) -> pd.DataFrame:

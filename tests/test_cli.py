@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mila_kernels import __main__ as cli
-from mila_kernels import counters, parity, steps
+from mila_kernels import counters, parity, paths, results, steps
 from mila_kernels.paths import ROOT
 
 SHAPE = "b1 q9h2 kv21h1 d64 causal bf16"
@@ -192,3 +192,16 @@ def test_a_long_error_of_a_case_is_cut_and_the_next_case_still_runs(
     out = capsys.readouterr().out
     assert "RuntimeError: first line" in out and "more lines" in out and out.count("template noise") < 20
     assert "1 of 2 cases passed, 1 FAILED" in out
+
+
+def test_saved_rows_are_recorded_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    assert cli.main(["check", "prefill/01", "--shape", SHAPE, "--device", "emulation", "--save"]) == 0
+    (run,) = (tmp_path / "local").iterdir()
+    assert cli.main(["record", run.name, "--as", "h200"]) == 2, "a run without a GPU is no H200's"
+    for _ in range(2):
+        assert cli.main(["record", run.name, "--as", "cpu"]) == 0
+    assert "0 new in parity" in capsys.readouterr().out
+    assert len(results.read(tmp_path / "cpu", "parity")) == 2

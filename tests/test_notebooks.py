@@ -176,6 +176,38 @@ def test_counters_stand_beside_each_other_in_words(recorded: Path) -> None:
     assert "no recorded counters for a100" in absent.iloc[0, 0]
 
 
+@pytest.mark.parametrize(
+    ("arch", "registers", "threads", "smem", "warps"),
+    [
+        ("sm_90a", 80, 128, 0, 24),  # six blocks by registers
+        ("sm_90a", 91, 512, 65536, 16),  # one block: 96 registers a thread
+        ("sm_90a", 32, 1024, 0, 64),  # by threads
+        ("sm_90a", 24, 32, 0, 32),  # by blocks
+        ("sm_89", 32, 256, 49152, 16),  # by shared memory, with 1 KB a block for the system
+        ("sm_89", 255, 512, 0, 0),  # does not fit at all
+    ],
+)
+def test_warps_that_fit(arch: str, registers: int, threads: int, smem: int, warps: int) -> None:
+    assert notebook.warps_that_fit(arch, registers, threads, smem) == warps
+
+
+def test_compiled_facts_stand_beside_each_other(recorded: Path) -> None:
+    names = ["prefill/01_scalar", "prefill/02_smem_tiles"]
+    assert "make static" in notebook.start("emulation").compiled(names).iloc[0, 0]
+    for name, registers, threads, smem in (("01_scalar", 80, 128, 0), ("02_smem_tiles", 91, 512, 65536)):
+        sha = steps.step(f"prefill/{name}").source_sha
+        facts = dict.fromkeys(("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "spill_bytes"), 0)
+        for kernel in ("k<bf16, 512>", "k<fp16, 64>"):
+            row = results.StaticRow(
+                op="prefill", step=name, source_sha=sha, arch="sm_90a", kernel=kernel, registers=registers,
+                smem_bytes=smem, threads=threads, FFMA=62, **facts,
+            )  # fmt: skip
+            results.append(recorded, row)
+    table = notebook.start("emulation").compiled(names, kernel="bf16, 512")
+    assert table["warps"].to_dict() == {"01_scalar": 24, "02_smem_tiles": 16}
+    assert list(table.columns)[-1] == "FFMA" and "HMMA" not in table
+
+
 def test_ceilings_are_measured_ones_where_recorded_else_the_data_sheet(recorded: Path) -> None:
     measured = notebook.start("emulation").ceilings()
     assert (measured.measured, measured.read_gbps, measured.bf16_tflops) == (True, 4500.0, 700.0)

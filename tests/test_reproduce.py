@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import html
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -280,6 +282,24 @@ def test_command_says_what_failed_and_exits_1(folder: Path, write: Write, tmp_pa
     assert "[1/2] 01_first: ok" in done.stdout
     assert "02_middle: failed" in done.stdout
     assert str(tmp_path / "out" / "index.html") in done.stdout
+
+
+def test_interrupt_ends_the_batch_and_says_what_was_not_run(folder: Path, write: Write, tmp_path: Path) -> None:
+    write("01_first", "print('here', flush=True)", "import time; time.sleep(100)")
+    write("02_second", "after = 1")
+    out = tmp_path / "out"
+    line = [sys.executable, "-m", "mila_kernels", "reproduce", "--notebooks", folder, "--out", out]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        executed, deadline = out / "notebooks" / "01_first.ipynb", time.monotonic() + 60
+        while not (executed.exists() and "here" in executed.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    first, second = rows(out / "notebooks.csv")
+    assert (first["status"], first["error"], second["status"]) == ("failed", "interrupted", "not run")
+    assert "not run" in (out / "index.html").read_text()
 
 
 def test_command_with_a_misspelt_parameter_exits_2(folder: Path, write: Write, tmp_path: Path) -> None:
