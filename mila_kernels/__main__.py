@@ -153,9 +153,9 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from . import build, results
+    from . import results
 
-    if args.check_mode and build.resolve_device(args.device).type != "cpu":
+    if not _in_emulation(args.device) and args.check_mode:
         raise ValueError("--check-mode is a mode of emulation; add --device emulation")
     seeds = range(args.seed, args.seed + args.seeds)
     cases = [(step, w, seed) for step in _steps(args.steps) for w in _check_workloads(step, args) for seed in seeds]
@@ -318,6 +318,8 @@ def _reproduce(args: argparse.Namespace) -> int:
             raise ValueError(f"-p {pair}: write KEY=VALUE")
         given[key] = value
     given |= {name: value for name in ("preset", "device", "gpu") if (value := getattr(args, name)) is not None}
+    if given.get("device") == "cuda":
+        _in_emulation("cuda")  # refuse here what every notebook would fail of
     report = reproduce.reproduce(
         [name.strip() for name in args.only.split(",") if name.strip()],
         given=given,
@@ -381,6 +383,16 @@ def _progress(cases: Sequence[T]) -> Iterable[T]:
     from tqdm import tqdm
 
     return tqdm(cases, unit="case", leave=False)
+
+
+def _in_emulation(device: str) -> bool:
+    """Whether kernels would run in emulation; ValueError where the device asked for is not there."""
+    from . import build
+
+    try:
+        return build.resolve_device(device).type == "cpu"
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
 
 
 def _positive(text: str) -> int:

@@ -72,6 +72,16 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments: list[str], capsys: pyt
     assert error.count("\n") == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "arguments", [["check", "prefill/01"], ["check", "prefill/01", "--check-mode"], ["reproduce"]], ids=" ".join
+)
+def test_a_gpu_that_is_not_there_is_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*arguments, "--device", "cuda"]) == 2
+    printed = capsys.readouterr()
+    assert "sees no CUDA device" in printed.err and printed.out == ""
+
+
 @pytest.mark.parametrize("arguments", [["check", "--seeds", "0"], ["check", "--device", "gpu"], ["nothing"]])
 def test_argparse_refuses_with_exit_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
