@@ -117,10 +117,11 @@ def ladder(
     """A bar a step: time on the left, the share of the limit that it reaches on the right.
 
     ``timings``: one row a step, in the order to draw, with ``step``, ``median_us``, ``p10_us``, ``p90_us`` and, if
-    rows may be stale, ``stale``. ``published``: rows with ``step``, ``ms`` and ``gpu``: others' figures for the
-    same work; a step without one gets none, a step that only they have is drawn too. ``limit_us``: the least time that
-    the device's measured ceilings allow; without it, ``timings`` has it as a column, each row its own run's. ValueError
-    names a missing column or a limit that is not positive.
+    rows may be stale, ``stale``. Rows with an empty ``source_sha`` are peers and have a colour of their own.
+    ``published``: rows with ``step``, ``ms`` and ``gpu``: others' figures for the same work; a step without one gets
+    none, a step that only they have is drawn too. ``limit_us``: the least time that the device's measured ceilings
+    allow; without it, ``timings`` has it as a column, each row its own run's. ValueError names a missing column or a
+    limit that is not positive.
     """
     _require(timings, ("step", "median_us", "p10_us", "p90_us"), "timings")
     if limit_us is not None:
@@ -154,8 +155,8 @@ def ladder(
         left.tick_params(axis="y", length=0)
         left.grid(axis="x")
         left.set_xlabel("time (ms, logarithmic)")
-        if len(theirs):
-            left.legend(loc="lower center", bbox_to_anchor=(0.42, 1.0), ncols=2, fontsize=8, handlelength=1.6)
+        if len(theirs) or any(_peers(ours)):
+            left.legend(loc="lower center", bbox_to_anchor=(0.42, 1.0), ncols=3, fontsize=8, handlelength=1.6)
         _ladder_shares(right, ours, rows)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
@@ -168,7 +169,11 @@ def _ladder_times(
     ms = ours["median_us"] / 1e3
     paired = set(theirs["step"])
     places = [rows[name] - (shift if name in paired else 0) for name in ours.index]
-    axes.barh(places, ms, height=height, color=BLUE, label=gpu)
+    kinds = pd.Series(_peers(ours), index=ours.index)
+    for peer, colour, label in ((False, BLUE, gpu), (True, SKY, f"called instead, {gpu}")):
+        chosen = [place for place, kind in zip(places, kinds, strict=True) if kind == peer]
+        if chosen:
+            axes.barh(chosen, ms[kinds == peer], height=height, color=colour, label=label)
     axes.errorbar(ms, places, xerr=_whiskers(ours, 1e-3), fmt="none", ecolor=INK, elinewidth=1, capsize=2.5)
     for place, value, high in zip(places, ms, ours["p90_us"] / 1e3, strict=True):
         axes.text(max(value, high) * 1.09, place, f"{number(value)} ms", va="center", fontsize=8.5, fontweight="bold")
@@ -179,6 +184,10 @@ def _ladder_times(
     axes.barh(places, theirs["ms"], height=height, color="#F2F2F2", edgecolor=MUTED, hatch="////", label=label)
     for place, value in zip(places, theirs["ms"], strict=True):
         axes.text(value * 1.09, place, f"{number(value)} ms", va="center", fontsize=8.5, color=MUTED)
+
+
+def _peers(timings: pd.DataFrame) -> list[bool]:
+    return (timings["source_sha"] == "").tolist() if "source_sha" in timings.columns else [False] * len(timings)
 
 
 def _ladder_shares(axes: Axes, ours: pd.DataFrame, rows: Mapping[str, int]) -> None:
@@ -361,6 +370,91 @@ def _legend_in_order(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
     order = [label for _, label, _ in sorted(ends, reverse=True)]
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     axes.legend([handles[label] for label in order], order, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8.5)
+
+
+# --- stages ---
+
+
+def stages(rows: pd.DataFrame, *, gpu: str, title: str = "") -> Figure:
+    """A panel a step: the time that is left when a stage is left out, under the time of the whole step.
+
+    ``rows``: one row a step and stage, in the order to draw, with ``step``, ``stage``, ``whole_us`` and ``median_us``,
+    the time without that stage. What a bar lacks to the whole is what the step waited for the stage. ValueError names
+    a missing column.
+    """
+    _require(rows, ("step", "stage", "whole_us", "median_us"), "rows")
+    groups = list(rows.groupby("step", sort=False))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 0.6 + sum(0.5 + 0.34 * (len(group) + 1) for _, group in groups)))
+        ratios = [len(group) + 1.6 for _, group in groups]
+        panels = figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+        for axes, (name, group) in zip(panels, groups, strict=True):
+            _stage_panel(axes, _mark_stale([str(name)], [any(_stale(group))])[0], group)
+        panels[-1].set_xlabel(f"time (ms), {gpu}")
+        panels[-1].set_xlim(0, rows["whole_us"].max() / 1e3 * 1.28)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
+    return figure
+
+
+def _stage_panel(axes: Axes, name: str, group: pd.DataFrame) -> None:
+    whole = group["whole_us"].iloc[0] / 1e3
+    left_over = group["median_us"] / 1e3
+    axes.barh([0], [whole], height=0.6, color=BLUE)
+    axes.text(whole * 1.02, 0, f"{number(whole)} ms", va="center", fontsize=8.5, fontweight="bold")
+    for place, rest in enumerate(left_over, start=1):
+        axes.barh([place], [rest], height=0.6, color=SKY)
+        axes.barh(
+            [place], [max(0.0, whole - rest)], left=[rest], height=0.6, color="white", edgecolor=MUTED, hatch="////"
+        )
+        gone = f"{number(100 * (whole - rest) / whole, 2)} %"
+        axes.text(max(whole, rest) * 1.02, place, f"{number(rest)} ms, {gone} gone", va="center", fontsize=8.5)
+    axes.axvline(whole, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), zorder=3)
+    axes.set_yticks(range(len(group) + 1), ["whole", *(f"without {stage}" for stage in group["stage"])])
+    axes.set_ylim(len(group) + 0.5, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    axes.set_title(name, fontsize=9, fontweight="bold")
+
+
+# --- growth ---
+
+
+def growth(table: pd.DataFrame, x: str, *, xlabel: str, ylabel: str, title: str = "") -> Figure:
+    """How something grows with a size, on logarithmic axes: computed as lines, measured as markers on them.
+
+    ``table``: rows with ``x``, ``series``, ``value`` and ``kind``, which is ``computed`` or ``measured``; values of 0
+    have no place on such an axis and are left out. ValueError names a missing column, or says that nothing is above 0.
+    """
+    _require(table, (x, "series", "value", "kind"), "table")
+    rows = table[table["value"] > 0]
+    if rows.empty:
+        raise ValueError("table: no value is above 0")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 4.0))
+        axes = figure.subplots()
+        ends = []
+        for index, (name, series) in enumerate(rows.groupby("series", sort=False)):
+            colour = COLOURS[index % 7]
+            computed = series[series["kind"] == "computed"].sort_values(x)
+            measured = series[series["kind"] == "measured"].sort_values(x)
+            axes.plot(computed[x], computed["value"], color=colour, linestyle=DASHES[index % 7], label=str(name))
+            axes.scatter(measured[x], measured["value"], color=colour, marker=MARKERS[index % 7], s=30, zorder=4)
+            ends.append((float(series.sort_values(x)["value"].iloc[-1]), str(name), colour))
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        _binary_log(axes.xaxis, rows[x].unique().tolist())
+        _plain_log(axes.yaxis)
+        axes.grid()
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        if (rows["kind"] == "measured").any():
+            axes.scatter([], [], color=MUTED, marker="o", s=30, label="markers: measured")
+            ends.append((0.0, "markers: measured", MUTED))
+        _legend_in_order(axes, ends)
+        if title:
+            axes.set_title(title)
+    return figure
 
 
 # --- errors ---

@@ -62,12 +62,31 @@ def roofline() -> Figure:
     return plots.roofline(points, read_gbps=4535.0, peaks={"BF16 matmul": 687.0, "FP8 matmul": 1276.0}, gpu="H200")
 
 
+STAGES = pd.DataFrame(
+    {
+        "step": ["06_qk_mma"] * 2 + ["07_softmax_spread"] * 2,
+        "stage": ["softmax", "values"] * 2,
+        "whole_us": [1600.0] * 2 + [900.0] * 2,
+        "median_us": [800.0, 1500.0, 850.0, 700.0],
+    }
+)
+GROWTH = pd.DataFrame(
+    {
+        "n": [4096, 65536] * 3,
+        "series": ["three calls"] * 4 + ["none"] * 2,
+        "value": [128.0, 2048.0, 128.0, 2048.0, 0.0, 0.0],
+        "kind": ["computed"] * 2 + ["measured"] * 2 + ["computed"] * 2,
+    }
+)
+
 CHARTS = {
     "ladder": lambda: plots.ladder(TIMINGS, PUBLISHED, gpu="H200", title="Prefill"),
     "roofline": roofline,
     "scaling": lambda: plots.scaling(lengths(), "n", xlabel="N (tokens)"),
     "errors": lambda: plots.errors(PARITY, xlabel="step"),
     "error-curve": lambda: plots.errors(PARITY, "n", xlabel="N (tokens)"),
+    "stages": lambda: plots.stages(STAGES, gpu="H200", title="Stages"),
+    "growth": lambda: plots.growth(GROWTH, "n", xlabel="context (tokens)", ylabel="workspace (MiB)"),
 }
 
 
@@ -92,11 +111,11 @@ def test_the_same_bytes_every_time(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CHARTS)
 def test_axes_have_units(name: str) -> None:
-    units = ("(ms", "(TFLOP/s)", "FLOP a byte", "tokens", "share of the limit", "relative L2 error", "step")
+    units = ("(ms", "(TFLOP/s)", "FLOP a byte", "tokens", "share of the limit", "relative L2 error", "step", "(MiB)")
     figure = CHARTS[name]()
-    for axes in figure.axes:
+    for axes in figure.axes[-1:] if name == "stages" else figure.axes:  # panels share the last one's axis
         assert any(unit in axes.get_xlabel() for unit in units)
-        if name != "ladder":  # its rows are names
+        if name not in ("ladder", "stages"):  # their rows are names
             assert any(unit in axes.get_ylabel() for unit in units)
 
 
@@ -116,6 +135,32 @@ def test_ladder_without_published_figures_has_no_second_bar() -> None:
     left, _ = plots.ladder(TIMINGS, gpu="H200", limit_us=50).axes
     assert bars(left) == {0.0: 20.0, 1.0: 10.0}
     assert "limit 0.0500 ms" in texts(left)
+
+
+def test_ladder_tells_peers_from_steps() -> None:
+    left, _ = plots.ladder(TIMINGS.assign(source_sha=["0" * 12, ""]), gpu="H200").axes
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["H200", "called instead, H200"]
+    step, peer = (patch.get_facecolor() for patch in left.patches)
+    assert step != peer and bars(left) == {0.0: 20.0, 1.0: 10.0}
+
+
+def test_stages_show_what_is_left_and_what_went() -> None:
+    first, second = CHARTS["stages"]().axes
+    assert [label.get_text() for label in first.get_yticklabels()] == ["whole", "without softmax", "without values"]
+    assert {"1.60 ms", "0.800 ms, 50 % gone", "1.50 ms, 6.3 % gone"} == set(texts(first))
+    assert {"0.900 ms", "0.850 ms, 5.6 % gone", "0.700 ms, 22 % gone"} == set(texts(second))
+    with pytest.raises(ValueError, match="rows: columns whole_us are missing"):
+        plots.stages(STAGES.drop(columns="whole_us"), gpu="H200")
+
+
+def test_growth_draws_lines_for_what_is_computed_and_markers_for_what_is_measured() -> None:
+    (axes,) = CHARTS["growth"]().axes
+    (line,) = axes.lines
+    assert line.get_xydata().tolist() == [[4096, 128], [65536, 2048]]
+    assert axes.collections[0].get_offsets().tolist() == [[4096, 128], [65536, 2048]]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4K", "64K"]
+    with pytest.raises(ValueError, match="no value is above 0"):
+        plots.growth(GROWTH[GROWTH["series"] == "none"], "n", xlabel="", ylabel="")
 
 
 def test_ladder_refuses_what_it_cannot_draw() -> None:
