@@ -209,6 +209,8 @@ def test_partial_warp(check: bool) -> None:
 def test_shared_memory_starts_as_nan_in_every_block() -> None:
     words = probe("fresh_memory", 64, check=False, grid=(3, 1, 1))
     assert set(words) == {0xFFFFFFFF}
+    text = report_of(lambda: probe("fresh_memory", 64, check=True))
+    assert re.search(r"^uninitialised: .*03_probe.cu:\d+", text), text
 
 
 @BOTH_MODES

@@ -19,6 +19,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -142,7 +143,7 @@ struct Random {  // xorshift64*: an order, not statistics
   }
 };
 
-enum class Kind : uint8_t { none, sync_block, sync_warp, shuffle, vote, mma, ldmatrix, yield };
+enum class Kind : uint8_t { none, sync_block, sync_warp, shuffle, vote, mma, ldmatrix };
 
 const char* kind_name(Kind kind) {
   switch (kind) {
@@ -152,7 +153,6 @@ const char* kind_name(Kind kind) {
     case Kind::vote: return "a vote or reduction";
     case Kind::mma: return "mma";
     case Kind::ldmatrix: return "ldmatrix";
-    case Kind::yield: return "a sleep";
     case Kind::none: break;
   }
   return "nothing";
@@ -162,6 +162,10 @@ struct Place {
   Site site;
   uintptr_t pc;  // of the call into the runtime; inlining included, it tells the callers of the site
 };
+
+bool same_site(const Site& a, const Site& b) {
+  return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
 
 struct Copy {  // a cp.async that has been issued
   const void* source;
@@ -240,8 +244,10 @@ struct Launch {
   std::string report;
 };
 
-// Epochs: when an agent did something. Agents 0 to n - 1 are the block's n threads; agent n + i makes the cp.async copies
-// of thread i, so that a copy is ordered after its issue and before what follows its wait, and with nothing between.
+// Epochs: when an agent did something. Agents 0 to n - 1 are the block's n threads; agent n + i makes the cp.async
+// copies of thread i, so that a copy is ordered after its issue, before what follows its wait, with nothing between.
+// What else acts by itself (bulk copies, wgmma) can be an agent too, and what else orders (named barriers, mbarriers) a
+// place where clocks join; reads by such agents must then outlive Shadow::barrier.
 constexpr uint32_t CLOCK_BITS = 20, MAX_CLOCK = (1u << CLOCK_BITS) - 1;
 constexpr uint32_t ATOMIC = 0x80000000u;  // in a write's place: made by an atomic
 
@@ -285,6 +291,7 @@ struct Worker {
   uint3 block_index;
   uint32_t ready_warps, current_warp;
   uint64_t sleeps;  // since somebody last went on
+  uint32_t atomics = 0;
   uint32_t alive;
   // Its __syncthreads.
   uint32_t at_barrier, votes;
@@ -304,8 +311,7 @@ struct Worker {
   void need_stacks(uint32_t count);
 };
 
-#define EMU_TLS __attribute__((tls_model("initial-exec")))
-thread_local Thread* current EMU_TLS = nullptr;
+thread_local Thread* current __attribute__((tls_model("initial-exec"))) = nullptr;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory of a worker: a window for shared memory, and stacks with a guard page each. Both are kept between launches.
@@ -394,7 +400,7 @@ void return_worker(std::unique_ptr<Worker> worker) {
 
 void append(std::string& text, const char* format, ...) __attribute__((format(printf, 2, 3)));
 void append(std::string& text, const char* format, ...) {
-  char buffer[512];
+  char buffer[4608];  // holds a path
   va_list args;
   va_start(args, format);
   vsnprintf(buffer, sizeof buffer, format, args);
@@ -407,7 +413,8 @@ std::string code(uintptr_t pc) {
   std::string text;
   if (!pc || !dladdr(reinterpret_cast<void*>(pc), &info) || !info.dli_fname) return text;
   // One less: a return address may already belong to the next line.
-  append(text, "@[%s+0x%zx]", info.dli_fname, static_cast<size_t>(pc - 1 - reinterpret_cast<uintptr_t>(info.dli_fbase)));
+  const auto base = reinterpret_cast<uintptr_t>(info.dli_fbase);
+  append(text, "@[%s+0x%zx]", info.dli_fname, static_cast<size_t>(pc - 1 - base));
   return text;
 }
 
@@ -594,7 +601,9 @@ void each_word(uint32_t offset, unsigned bytes, F f) {
   }
 }
 
-uint32_t place_of(const Thread& t, uintptr_t pc) { return static_cast<uint32_t>(pc - t.worker->launch->library_base) & ~ATOMIC; }
+uint32_t place_of(const Thread& t, uintptr_t pc) {
+  return static_cast<uint32_t>(pc - t.worker->launch->library_base) & ~ATOMIC;
+}
 
 inline void shared_read(Thread& t, uint32_t offset, unsigned bytes, uintptr_t pc) {
   Shadow& shadow = *t.worker->shadow;
@@ -674,16 +683,18 @@ __attribute__((noinline)) void other_access(Thread& t, uintptr_t address, unsign
     report(text + " at " + code(pc));
   }
   if (!config.buffers) return;
-  append(text, "%s: %s %s %u bytes at %p", nearest && distance == 0 && nearest->writable < int{write} ? "read-only" : "out of bounds",
-         who(t).c_str(), verb, bytes, pointer);
+  const bool read_only = nearest && distance == 0 && write && !nearest->writable;
+  append(text, "%s: %s %s %u bytes at %p", read_only ? "read-only" : "out of bounds", who(t).c_str(), verb, bytes,
+         pointer);
   if (nearest && distance < nearest->bytes + (1u << 30)) {
     const auto low = reinterpret_cast<uintptr_t>(nearest->data);
+    const size_t size = nearest->bytes;
     if (address < low)
-      append(text, ", %llu bytes before the start of %s", static_cast<unsigned long long>(low - address), nearest->name);
+      append(text, ", %zu bytes before the start of %s", static_cast<size_t>(low - address), nearest->name);
     else
-      append(text, ", %llu bytes from the start of %s, which has %llu", static_cast<unsigned long long>(address - low),
-             nearest->name, static_cast<unsigned long long>(nearest->bytes));
-    if (distance == 0 && write && !nearest->writable) text += " and is only read";
+      append(text, ", %zu bytes from the start of %s, which has %zu", static_cast<size_t>(address - low), nearest->name,
+             size);
+    if (read_only) text += " and is only read";
   }
   report(text + ", at " + code(pc));
 }
@@ -748,7 +759,7 @@ void start_checking(Worker& w) {
     t.reads = checking ? w.shadow->readers[i / 32] : nullptr;
     t.clock = checking ? w.shadow->now : 0;
     t.copies_issued = t.copies_over = 0;
-    t.proven = 0;
+    t.proven = UINT32_MAX;  // no epoch
     if (checking) know(w, t, none);
   }
 }
@@ -823,13 +834,16 @@ std::string stuck(Worker& w) {
     uint32_t same = 0;
     for (uint32_t j = i; j < count; ++j) {
       const Thread& u = w.threads[j];
-      if (u.exited || u.waits != t.waits || u.place.site.line != t.place.site.line || u.place.pc != t.place.pc) continue;
+      if (u.exited || u.waits != t.waits || u.place.pc != t.place.pc || u.place.site.line != t.place.site.line)
+        continue;
       if (u.warp == t.warp || lines >= 6) told[j] = true, ++same;
     }
     if (lines++ < 8) append(places, "; %s", waiting(t).c_str());
     if (same > 1 && lines <= 8) append(places, " with %u more", same - 1);
   }
-  const char* kind = diverged ? "divergence within a warp" : w.alive < count ? "divergence: some threads have exited" : "deadlock";
+  const char* kind = diverged            ? "divergence within a warp"
+                     : w.alive < count ? "divergence: some threads have exited"
+                                       : "deadlock";
   return std::string(kind) + ": nobody can go on" + places;
 }
 
@@ -869,8 +883,7 @@ void meet(Kind kind, uint32_t mask, uint32_t shape, const Place& place, void* op
     p->shape = shape;
     p->kind = kind;
     p->place = place;
-  } else if (p->kind != kind || p->shape != shape || p->place.site.line != place.site.line ||
-             p->place.site.file != place.site.file) {
+  } else if (p->kind != kind || p->shape != shape || !same_site(p->place.site, place.site)) {
     const Thread& other = w.threads[warp.index * 32 + static_cast<uint32_t>(__builtin_ctz(p->arrived))];
     report(std::string("divergence within a warp: ") + who(t) + " is at " + kind_name(kind) + " " + where(place) +
            " while " + waiting(other));
@@ -1111,8 +1124,8 @@ std::string refusal(dim3 grid, dim3 block, size_t shared_bytes, const Limits& li
     append(text, "invalid configuration argument: a grid of (%u, %u, %u) blocks; each at least 1, at most (2147483647, "
            "65535, 65535)", grid.x, grid.y, grid.z);
   else if (!threads || block.x > 1024 || block.y > 1024 || block.z > 64 || threads > MAX_THREADS)
-    append(text, "invalid configuration argument: a block of (%u, %u, %u) threads; each at least 1, at most (1024, 1024, "
-           "64) and 1024 together", block.x, block.y, block.z);
+    append(text, "invalid configuration argument: a block of (%u, %u, %u) threads; each at least 1, at most (1024, "
+           "1024, 64) and 1024 together", block.x, block.y, block.z);
   else if (shared_bytes > limits.shared_bytes)
     append(text, "invalid argument: %zu bytes of shared memory a block; sm_%d allows at most %zu", shared_bytes,
            limits.architecture, limits.shared_bytes);
@@ -1156,7 +1169,7 @@ int sync_block(BlockVote vote, int predicate, Site site) {
     w.barrier_place = place;
     w.barrier_first = t.linear;
     w.votes = 0;
-  } else if (w.barrier_place.site.line != site.line || w.barrier_place.site.file != site.file) {
+  } else if (!same_site(w.barrier_place.site, site)) {
     report("divergence within a block: " + who(t) + " is at __syncthreads " + where(place) + " while " +
            waiting(w.threads[w.barrier_first]));
   }
@@ -1183,7 +1196,7 @@ void sync_warp(unsigned mask, Site site) {
   });
 }
 
-uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t bits, int lane, int width, Site site) {
+uint64_t shuffle_bits(Shuffle kind, unsigned mask, uint64_t bits, int lane, int width, Site site) {
   struct Operand {
     uint64_t bits, result;
     int lane;
@@ -1245,7 +1258,9 @@ unsigned vote(Vote kind, unsigned mask, unsigned value, Site site) {
     each_lane(p.mask, [&](uint32_t lane) {
       if (kind == Vote::match_any) {
         result = 0;
-        each_lane(p.mask, [&](uint32_t other) { result |= (operand(other).value == operand(lane).value ? 1u : 0u) << other; });
+        each_lane(p.mask, [&](uint32_t other) {
+          result |= (operand(other).value == operand(lane).value ? 1u : 0u) << other;
+        });
       }
       operand(lane).result = result;
     });
@@ -1289,7 +1304,14 @@ uint8_t round_e2m1(float x) {
   const uint8_t sign = bit_cast<uint32_t>(x) >> 31 ? 8 : 0;
   const float m = fabsf(x);
   // Nearest, ties to the even code.
-  const int code = m <= 0.25f ? 0 : m < 0.75f ? 1 : m <= 1.25f ? 2 : m < 1.75f ? 3 : m <= 2.5f ? 4 : m < 3.5f ? 5 : m <= 5.0f ? 6 : 7;
+  int code = 7;
+  if (m <= 5.0f) code = 6;
+  if (m < 3.5f) code = 5;
+  if (m <= 2.5f) code = 4;
+  if (m < 1.75f) code = 3;
+  if (m <= 1.25f) code = 2;
+  if (m < 0.75f) code = 1;
+  if (m <= 0.25f) code = 0;
   return static_cast<uint8_t>(sign | code);
 }
 
@@ -1443,8 +1465,10 @@ void ldmatrix(int count, bool transposed, uint32_t* d, uint32_t row, Site site) 
     Worker& w = *current->worker;
     Thread* lanes = &w.threads[current->warp->index * 32];
     const char* rows[32];
-    for (int i = 0; i < 8 * count; ++i)
-      rows[i] = w.window + shared_offset(lanes[i], static_cast<Operand*>(p.operands[i])->row, 16, 16, "ldmatrix", place);
+    for (int i = 0; i < 8 * count; ++i) {
+      const uint32_t address = static_cast<Operand*>(p.operands[i])->row;
+      rows[i] = w.window + shared_offset(lanes[i], address, 16, 16, "ldmatrix", place);
+    }
     for (int lane = 0; lane < 32; ++lane)
       for (int i = 0; i < count; ++i) {
         const int r = lane / 4, c = 2 * (lane % 4);
@@ -1523,8 +1547,8 @@ T update(void* address, F f) {
 
 uint32_t add_pair(uint32_t a, uint32_t b, uint16_t (*round)(float), float (*value)(uint16_t)) {
   auto add = [&](unsigned shift) {
-    const double sum = double(value(static_cast<uint16_t>(a >> shift))) + double(value(static_cast<uint16_t>(b >> shift)));
-    return static_cast<uint32_t>(round(round_odd(sum))) << shift;
+    const double x = value(static_cast<uint16_t>(a >> shift)), y = value(static_cast<uint16_t>(b >> shift));
+    return static_cast<uint32_t>(round(round_odd(x + y))) << shift;
   };
   return add(0) | add(16);
 }
@@ -1555,16 +1579,20 @@ uint64_t atomic(Atomic op, void* address, uint64_t value, uint64_t compare) {
       shared_write(t, at, bytes, epoch_of(t.linear, t.clock), "updates by an atomic", ATOMIC, place.pc);
     }
   }
+  if (++t.worker->atomics % 64 == 0) yield();  // it may be waiting for another
   const auto x = static_cast<uint32_t>(value);
   const auto s = static_cast<int32_t>(x);
   auto word = [&](auto f) { return update<uint32_t>(address, f); };
   switch (op) {
     case Atomic::add_u32: return word([=](uint32_t b) { return b + x; });
-    case Atomic::add_f32: return word([=](uint32_t b) { return bit_cast<uint32_t>(bit_cast<float>(b) + bit_cast<float>(x)); });
+    case Atomic::add_f32:
+      return word([=](uint32_t b) { return bit_cast<uint32_t>(bit_cast<float>(b) + bit_cast<float>(x)); });
     case Atomic::add_f16x2: return word([=](uint32_t b) { return add_pair(b, x, round_half, half_value); });
     case Atomic::add_bf16x2: return word([=](uint32_t b) { return add_pair(b, x, round_bfloat, bfloat_value); });
-    case Atomic::min_s32: return word([=](uint32_t b) { return static_cast<uint32_t>(std::min(static_cast<int32_t>(b), s)); });
-    case Atomic::max_s32: return word([=](uint32_t b) { return static_cast<uint32_t>(std::max(static_cast<int32_t>(b), s)); });
+    case Atomic::min_s32:
+      return word([=](uint32_t b) { return static_cast<uint32_t>(std::min(static_cast<int32_t>(b), s)); });
+    case Atomic::max_s32:
+      return word([=](uint32_t b) { return static_cast<uint32_t>(std::max(static_cast<int32_t>(b), s)); });
     case Atomic::min_u32: return word([=](uint32_t b) { return std::min(b, x); });
     case Atomic::max_u32: return word([=](uint32_t b) { return std::max(b, x); });
     case Atomic::bit_and: return word([=](uint32_t b) { return b & x; });
@@ -1634,7 +1662,10 @@ const char* launch_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*invok
     const uint64_t workers = std::min({wanted, launch.blocks, uint64_t{32768} / (2 * launch.block_threads)});
     const FaultHandler handler;
     std::vector<std::thread> threads;
-    for (uint64_t i = 1; i < workers; ++i) threads.emplace_back([&launch] { run_blocks(launch); });
+    try {
+      for (uint64_t i = 1; i < workers; ++i) threads.emplace_back([&launch] { run_blocks(launch); });
+    } catch (const std::system_error&) {  // fewer will do
+    }
     run_blocks(launch);
     for (std::thread& thread : threads) thread.join();
     if (!launch.failed) return nullptr;

@@ -6,19 +6,19 @@
 // so that every plain load and store is seen. A finding ends the launch and is its error text.
 //
 // Found in both modes: warp and block divergence at barriers, shuffles, votes, mma, ldmatrix; lanes that have exited;
-// deadlock, with who waits where; addresses that
-// are not mapped; shared addresses out of bounds, misaligned, or made from a generic address, where an
-// instruction takes one; launches beyond the architecture's limits. Found in check mode too: data races on shared
-// memory between barriers, shared memory read before it was written, or read or overwritten while its cp.async is in
-// flight, accesses out of bounds of arrays, of shared memory and of the buffers the launch was told of, stores to what
-// the launch may only read, misaligned accesses, another thread's local memory.
+// deadlock, with who waits where; addresses that are not mapped; shared addresses out of bounds, misaligned, or made
+// from a generic address, where an instruction takes one; launches beyond the architecture's limits.
+// Found in check mode: data races on shared memory between barriers; shared memory read before it was written, or read
+// or overwritten while its cp.async is in flight; accesses out of bounds of arrays, of shared memory and of the buffers
+// that the launch was told of; stores to what it may only read; misaligned accesses; another thread's local memory.
 // Stricter than the hardware on purpose: threads that exit before others reach a __syncthreads, and threads that meet
 // in one rendezvous from different source lines, are reported.
 //
 // Not modelled: the accumulation order and width inside mma (here FP32, k ascending), the error of ex2.approx (here
-// correctly rounded or nearly), fused multiply-add contraction, races and ordering in global memory, waiting for
-// another block that has not started, accesses made by memcpy and memset, registers and spills, bank conflicts,
-// coalescing, caches, and all speed. An instruction, shape or type that is not here does not compile.
+// correctly rounded or nearly), fused multiply-add contraction, races and ordering in global memory, waiting for a
+// block that has not started, waiting in a loop with neither __nanosleep nor an atomic (it never ends), accesses by
+// memcpy and memset, registers and spills, bank conflicts, coalescing, caches, and all speed. cp.async lands as late as
+// its wait allows. An instruction, shape or type that is not here does not compile.
 #pragma once
 
 #include <math.h>
@@ -26,8 +26,8 @@
 #include <stdint.h>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The C interface. Texts belong to the runtime and live until the calling thread's next call. In them, a code address is
-// written `@[path+0xoffset]`: a loaded library and an offset in it, for addr2line to turn into file and line.
+// The C interface. Texts belong to the runtime and live until the calling thread's next call. In them, a code address
+// is written `@[path+0xoffset]`: a loaded library and an offset in it, for addr2line to turn into file and line.
 
 extern "C" {
 struct EmuBuffer {
@@ -133,7 +133,7 @@ __attribute__((const)) void* shared_memory();
 
 int sync_block(BlockVote vote, int predicate, Site site);
 void sync_warp(unsigned mask, Site site);
-uint64_t shuffle(Shuffle kind, unsigned mask, uint64_t bits, int lane, int width, Site site);
+uint64_t shuffle_bits(Shuffle kind, unsigned mask, uint64_t bits, int lane, int width, Site site);
 unsigned vote(Vote kind, unsigned mask, unsigned value, Site site);
 void mma(Mma shape, float* d, const uint32_t* a, const uint32_t* b, Site site);
 void ldmatrix(int count, bool transposed, uint32_t* d, uint32_t row, Site site);
@@ -191,12 +191,11 @@ template <typename T>
 EMU_INLINE T shuffle(Shuffle kind, unsigned mask, T value, int lane, int width, Site site) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
   if constexpr (sizeof(T) == 2)
-    return bit_cast<T>(static_cast<uint16_t>(shuffle(kind, mask, bit_cast<uint16_t>(value), lane, width, site)));
+    return bit_cast<T>(static_cast<uint16_t>(shuffle_bits(kind, mask, bit_cast<uint16_t>(value), lane, width, site)));
   else if constexpr (sizeof(T) == 4)
-    return bit_cast<T>(
-        static_cast<uint32_t>(shuffle(kind, mask, static_cast<uint64_t>(bit_cast<uint32_t>(value)), lane, width, site)));
+    return bit_cast<T>(static_cast<uint32_t>(shuffle_bits(kind, mask, bit_cast<uint32_t>(value), lane, width, site)));
   else
-    return bit_cast<T>(shuffle(kind, mask, bit_cast<uint64_t>(value), lane, width, site));
+    return bit_cast<T>(shuffle_bits(kind, mask, bit_cast<uint64_t>(value), lane, width, site));
 }
 
 }  // namespace emu

@@ -168,10 +168,10 @@ __attribute__((noinline)) uint32_t deep(volatile uint32_t* out, uint32_t level) 
 __global__ void deep_stack(const ProbeArgs args) { args.out[threadIdx.x] = deep(args.out, args.words); }
 
 extern "C" const char* launch_step(const ProbeArgs* args, cudaStream_t stream) {
-  void (*const kernels[])(ProbeArgs) = {indices,      block_votes, atomics,   half_warps,          partial_warp,
-                                        fresh_memory, constants,   neighbours, shuffle_for_barrier, warp_barrier_for_block,
-                                        plain_and_atomic, endless_wait, local_arrays, wait_twice,
-                                        wild_store, wild_copy, deep_stack};
+  void (*const kernels[])(ProbeArgs) = {
+      indices,    block_votes,         atomics,                half_warps,       partial_warp, fresh_memory, constants,
+      neighbours, shuffle_for_barrier, warp_barrier_for_block, plain_and_atomic, endless_wait, local_arrays, wait_twice,
+      wild_store, wild_copy,           deep_stack};
   return launch(kernels[args->what], dim3(args->grid[0], args->grid[1], args->grid[2]),
                 dim3(args->block[0], args->block[1], args->block[2]), args->smem_bytes, stream, *args);
 }
