@@ -16,7 +16,7 @@ struct Smem {
 };
 
 template <typename T, int HS>
-__global__ void __launch_bounds__(Br* WARP) prefill_smem_tiles(const PrefillArgs args) {
+__global__ void __launch_bounds__(Br* WARP, 1) prefill_smem_tiles(const PrefillArgs args) {
   constexpr int PER_LANE = HS / WARP;
   const int per_lane = args.head_dim / WARP;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first_query = blockIdx.x * Br;

@@ -14,7 +14,6 @@ constexpr int Br = 64;  // query rows a block
 constexpr int Bc = 64;  // keys a tile
 constexpr int WARPS = 8;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float MAX_GROWTH = 8.0f;  // powers of two by which scores may pass the maximum that O is scaled to
 
 template <typename T, int HS>
 struct Smem {
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) prefill_longest_first(const Pr
       const int r = s_row + i * 8 + g;
       const float new_max = fmaxf(tile_max[i], smem.row_max[1 - s_half][r]);
       float rescale = 1.0f;
-      if (new_max > row_max[i] + MAX_GROWTH) {
+      if (new_max > row_max[i]) {
         rescale = ex2_approx_ftz(row_max[i] - new_max);
         row_max[i] = new_max;
         row_sum[i] *= rescale;

@@ -15,7 +15,6 @@ constexpr int Br = 32;  // query rows a block
 constexpr int Bc = 32;  // keys a tile
 constexpr int WARPS = 4;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float MAX_GROWTH = 8.0f;  // powers of two by which scores may pass the maximum that O is scaled to
 
 template <typename T, int HS>
 struct Smem {
@@ -155,7 +154,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 2) prefill_small_tiles(const Pref
     for (int j = 0; j < S_PAIRS * 2; ++j) new_max = fmaxf(new_max, fmaxf(scores[j][0], scores[j][1]));
     new_max = warp_max<4>(new_max);
     float rescale = 1.0f;
-    if (new_max > row_max + MAX_GROWTH) {
+    if (new_max > row_max) {
       rescale = ex2_approx_ftz(row_max - new_max);
       row_max = new_max;
       row_sum *= rescale;
