@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,29 +87,31 @@ def _only_ours(step: Step, tool: str) -> list[str]:
     return ["--kernel-name", f"kernel_substring={step.op}"] if tool == "racecheck" and named_after_op else []
 
 
-def run(chosen: Sequence[Step], tools: Sequence[str], shapes: Sequence[str]) -> int:
-    """Every tool over every step: a row and a log each. 0 if all passed, else 1."""
+def run(chosen: Sequence[Step], tools: Sequence[str], shapes: Sequence[str], jobs: int = 1) -> int:
+    """Every tool over every step, ``jobs`` at a time: a row and a log each. 0 if all passed, else 1."""
+
+    def prepare(step: Step) -> None:
+        # Built before anything watches, so that the compiler does not run under the tool.
+        command = check_command(step, shapes)
+        subprocess.run(command, cwd=paths.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+
     failed = 0
-    with results.RunWriter() as writer:
-        for step in chosen:
-            # Built before anything watches, so that the compiler does not run under the tool.
-            subprocess.run(check_command(step, shapes), cwd=paths.ROOT, stdin=subprocess.DEVNULL, check=False)
-            for tool in tools:
-                finding = sanitize(step, tool, shapes)
-                log = writer.folder / "sanitizer" / f"{step.op}-{step.name}-{tool}.log"
-                log.parent.mkdir(parents=True, exist_ok=True)
-                log.write_text(finding.log, encoding="utf-8")
-                writer.add(
-                    results.SanitizerRow(
-                        run_id=writer.run_id, op=step.op, step=step.name, source_sha=step.source_sha, tool=tool,
-                        errors=finding.errors, passed=finding.passed,
-                    )
-                )  # fmt: skip
-                failed += not finding.passed
-                print(
-                    f"{'ok    ' if finding.passed else 'FAILED'}  {step.id}  {tool}  {finding.errors} errors",
-                    flush=True,
+    with results.RunWriter() as writer, ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(prepare, chosen))
+        cases = {pool.submit(sanitize, step, tool, shapes): (step, tool) for step in chosen for tool in tools}
+        for done in as_completed(cases):
+            (step, tool), finding = cases[done], done.result()
+            log = writer.folder / "sanitizer" / f"{step.op}-{step.name}-{tool}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(finding.log, encoding="utf-8")
+            writer.add(
+                results.SanitizerRow(
+                    run_id=writer.run_id, op=step.op, step=step.name, source_sha=step.source_sha, tool=tool,
+                    errors=finding.errors, passed=finding.passed,
                 )
+            )  # fmt: skip
+            failed += not finding.passed
+            print(f"{'ok    ' if finding.passed else 'FAILED'}  {step.id}  {tool}  {finding.errors} errors", flush=True)
         print(f"{failed} failed; rows and logs in {writer.folder}")
     return 1 if failed else 0
 
@@ -119,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help="steps (default: all)")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all four")
     parser.add_argument("--shape", action="append", default=[], help="shapes to check (default: those of `check`)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     args = parser.parse_args(argv)
     import torch
 
@@ -130,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SanitizerMissing, ValueError) as error:
         print(f"sanitize: {error}", file=sys.stderr)
         return 2
-    return run(chosen, args.tool or TOOLS, args.shape)
+    return run(chosen, args.tool or TOOLS, args.shape, max(1, args.jobs))
 
 
 if __name__ == "__main__":
