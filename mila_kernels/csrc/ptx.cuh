@@ -465,7 +465,8 @@ DEVICE void st_global_cs_v4_u32(void* global, uint4 x MK_SITE) {
 #endif
 }
 
-// red and atom: relaxed additions that all threads of the device see; atom gives the value before.
+// red and atom: relaxed additions that all threads of the device see; atom gives the value before. FP32: subnormal
+// inputs and sums count as zero.
 DEVICE void red_global_add_f32(float* global, float x MK_SITE) {
 #ifdef __CUDACC__
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory");

@@ -1545,6 +1545,9 @@ T update(void* address, F f) {
   return before;
 }
 
+float without_subnormals(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+float without_subnormals(uint32_t bits) { return without_subnormals(bit_cast<float>(bits)); }
+
 uint32_t add_pair(uint32_t a, uint32_t b, uint16_t (*round)(float), float (*value)(uint16_t)) {
   auto add = [&](unsigned shift) {
     const double x = value(static_cast<uint16_t>(a >> shift)), y = value(static_cast<uint16_t>(b >> shift));
@@ -1585,8 +1588,14 @@ uint64_t atomic(Atomic op, void* address, uint64_t value, uint64_t compare) {
   auto word = [&](auto f) { return update<uint32_t>(address, f); };
   switch (op) {
     case Atomic::add_u32: return word([=](uint32_t b) { return b + x; });
-    case Atomic::add_f32:
-      return word([=](uint32_t b) { return bit_cast<uint32_t>(bit_cast<float>(b) + bit_cast<float>(x)); });
+    case Atomic::add_f32: {
+      const bool flush = !in_window(*t.worker, address);  // as global memory does it, and shared does not
+      return word([=](uint32_t b) {
+        const float sum = flush ? without_subnormals(without_subnormals(b) + without_subnormals(x))
+                                : bit_cast<float>(b) + bit_cast<float>(x);
+        return bit_cast<uint32_t>(sum);
+      });
+    }
     case Atomic::add_f16x2: return word([=](uint32_t b) { return add_pair(b, x, round_half, half_value); });
     case Atomic::add_bf16x2: return word([=](uint32_t b) { return add_pair(b, x, round_bfloat, bfloat_value); });
     case Atomic::min_s32:

@@ -378,6 +378,13 @@ EMU_INLINE float round_odd(double x) {
   return bit_cast<float>(away ? bits - 1u : bits + 1u);
 }
 
+// The sum likewise: what FP64 cannot hold of it makes the result odd.
+EMU_INLINE double add_odd(double a, double b) {
+  const double sum = a + b, b_kept = sum - a, lost = (a - (sum - b_kept)) + (b - b_kept);
+  if (lost == 0.0 || lost != lost || bit_cast<uint64_t>(sum) & 1u) return sum;
+  return bit_cast<double>(bit_cast<uint64_t>(sum) + ((lost > 0.0) == (sum > 0.0) ? 1 : -1));
+}
+
 // E4M3 (fn): 448 is the largest, 0x7f NaN; saturating. E2M1: 6 is the largest; NaN gives +6.
 uint8_t round_e4m3(float x);
 float e4m3_value(uint8_t code);
@@ -449,7 +456,7 @@ EMU_INLINE __half2 __half2half2(__half x) { return {x, x}; }
 EMU_INLINE __half __ushort_as_half(unsigned short x) { return __half_raw{x}; }
 EMU_INLINE unsigned short __half_as_ushort(__half x) { return x.__x; }
 
-// Packed arithmetic: each element rounded once. Sums and products of two are exact in FP64 where rounding could notice.
+// Packed arithmetic: each element rounded once. Products of two are exact in FP64.
 #define EMU_PACKED(scalar, pair, value)                                                                                \
   EMU_INLINE float __low2float(pair a) { return value(a.x); }                                                          \
   EMU_INLINE float __high2float(pair a) { return value(a.y); }                                                         \
@@ -457,7 +464,7 @@ EMU_INLINE unsigned short __half_as_ushort(__half x) { return x.__x; }
   EMU_INLINE scalar __hsub(scalar a, scalar b) { return emu::round_odd(double(value(a)) - double(value(b))); }         \
   EMU_INLINE scalar __hmul(scalar a, scalar b) { return emu::round_odd(double(value(a)) * double(value(b))); }         \
   EMU_INLINE scalar __hfma(scalar a, scalar b, scalar c) {                                                             \
-    return emu::round_odd(double(value(a)) * double(value(b)) + double(value(c)));                                     \
+    return emu::round_odd(emu::add_odd(double(value(a)) * double(value(b)), double(value(c))));                         \
   }                                                                                                                    \
   EMU_INLINE pair __hadd2(pair a, pair b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }                             \
   EMU_INLINE pair __hsub2(pair a, pair b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }                             \
