@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from . import paths, peaks, results, shapes, steps
+from . import ablate, occupancy, paths, peaks, results, shapes, steps
 from .results import RunRow, RunWriter, TimingRow
 from .shapes import Workload
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .bench import Cache
+    from .peers import Peer
 
 PRESETS = ("quick", "full")
 GROUP = 128  # columns of a weight matrix that share one scale
@@ -233,14 +234,42 @@ class Session:
             raise AssertionError(f"above the bound, or a guard zone written: {'; '.join(failed)}")
         return pd.DataFrame([asdict(row) for row in rows])
 
+    def check_peers(self, op: str, texts: Sequence[str]) -> pd.DataFrame:
+        """The same comparison for an operation's peers, on the same inputs; on a GPU each row is written to the run.
+
+        A peer above the bound is reported, not raised. On a machine without a GPU torch's own CPU code is compared.
+        """
+        from . import ops, parity
+
+        entry = ops.op(op)
+        table = []
+        for text in texts:
+            workload = shapes.parse_shape(op, text)
+            inputs = entry.make_inputs(workload, self.seed, self.device)
+            truth = entry.reference(**inputs)[0]
+            for peer in peers_of([workload]):
+                if peer.runs_on(self.device):
+                    verdict = parity.compare(peer.prepare(**inputs)(), truth, entry.bound(workload))
+                    row = {"op": op, "step": peer.name, "shape": workload.shape, "seed": self.seed, **asdict(verdict)}
+                    if self.live:
+                        with self.run as run:
+                            run.add(results.ParityRow(run_id="", backend="cuda", **row))
+                    table.append({"backend": "cuda" if self.live else "torch, CPU", **row})
+        return pd.DataFrame(table)
+
     # -- times are measured on a GPU, and read elsewhere
 
-    def time(self, names: Sequence[str], workloads: Sequence[Workload], cache: Cache = "cold") -> pd.DataFrame:
+    def time(
+        self, names: Sequence[str], workloads: Sequence[Workload], cache: Cache = "cold", peers: bool = False
+    ) -> pd.DataFrame:
         """Timings of steps on workloads with rates, limit and share beside them; those of failed cases have none.
 
         Measured here on a GPU, each row written as its case ends; elsewhere the latest recorded ones, perhaps none.
+        With ``peers`` those of the workloads follow, with an empty ``source_sha``; one that this run has timed before,
+        perhaps in another notebook, is not timed again.
         """
         chosen = [steps.step(name) for name in names]
+        others = peers_of(workloads) if peers else []
         if self.live:
             from . import bench
 
@@ -248,18 +277,70 @@ class Session:
                 for step in chosen:
                     for workload in workloads:
                         bench.bench(step, workload, cache=cache, seed=self.seed, run=run)
-        found = results.with_rates(results.table("timings", self.source), self.source)
-        found = found[found["cache"] == cache]
+                self._time_peers(others, workloads, cache)
+        found = self._timings("timings", cache)
         kept = [
             row
-            for step in chosen
+            for op, name in [*((step.op, step.name) for step in chosen), *((peer.op, peer.name) for peer in others)]
             for workload in workloads
             for row in _records(found)
-            if (row["op"], row["step"]) == (step.op, step.name) and _is_of(row, workload)
+            if (row["op"], row["step"]) == (op, name) and _is_of(row, workload)
         ]
         return pd.DataFrame(kept, columns=found.columns).drop_duplicates(
-            ["step", "shape"], keep="last", ignore_index=True
+            ["step", "shape", "workload"], keep="last", ignore_index=True
         )
+
+    def _timings(self, table: str, cache: str) -> pd.DataFrame:
+        found = results.with_rates(results.table(table, self.source), self.source)
+        return found[found["cache"] == cache]
+
+    def _time_peers(self, others: Sequence[Peer], workloads: Sequence[Workload], cache: Cache) -> None:
+        from . import bench
+
+        there = [row for row in results.read(self.run.folder, "timings") if row.status == "ok" and row.cache == cache]
+        for peer in others:
+            for workload in workloads:
+                known = any(
+                    (row.op, row.step) == (peer.op, peer.name) and _is_of(asdict(row), workload) for row in there
+                )
+                if not known and workload.op == peer.op and peer.fits(workload) and peer.runs_on(self.device):
+                    bench.bench_peer(peer, workload, cache=cache, seed=self.seed, run=self.run)
+
+    def without(self, names: Sequence[str], workload: Workload, cache: Cache = "cold") -> pd.DataFrame:
+        """What steps take with a stage left out: a row a step and stage, microseconds in ``median_us``.
+
+        ``whole_us`` is the step's own time; the difference is what it waited for that stage. Measured here on a GPU
+        (the steps too, unless this run has), elsewhere recorded; without rows of both there is none of that step.
+        """
+        chosen = [steps.step(name) for name in names]
+        variants = {name: step for step in chosen for name in ablate.names(step)}
+        if self.live:
+            from . import bench
+
+            with self.run as run:
+                for name in [*(step.id for step in chosen if not self._whole(step, workload, cache)), *variants]:
+                    bench.bench(name, workload, cache=cache, seed=self.seed, run=run)
+        found = _records(self._timings("ablations", cache))
+        table = []
+        for step in chosen:
+            whole = self._whole(step, workload, cache)
+            for row in found if whole else ():
+                base, _, stage = str(row["step"]).partition(ablate.WITHOUT)
+                if (row["op"], base) == (step.op, step.name) and _is_of(row, workload) and row["status"] == "ok":
+                    table.append({
+                        "step": step.name, "stage": stage, "whole_us": whole, "median_us": row["median_us"],
+                        "stale": row["stale"],
+                    })  # fmt: skip
+        rows = pd.DataFrame(table, columns=["step", "stage", "whole_us", "median_us", "stale"])
+        return rows.drop_duplicates(["step", "stage"], keep="last", ignore_index=True)
+
+    def _whole(self, step: steps.Step, workload: Workload, cache: str) -> float | None:
+        rows = [
+            row
+            for row in _records(self._timings("timings", cache))
+            if (row["op"], row["step"], row["status"]) == (step.op, step.name, "ok") and _is_of(row, workload)
+        ]
+        return float(rows[-1]["median_us"]) if rows else None
 
     def ceilings(self) -> Ceilings:
         """Measured here once a run, else recorded, else from the data sheet of the GPU named (``measured`` False).
@@ -315,21 +396,49 @@ class Session:
 
         Instructions are counted in the code, not in its execution; those that none of the kernels has are left out.
         """
-        table = results.table("static")
-        chosen = [steps.step(name).name for name in names]
-        rows = table[table["step"].isin(chosen) & (table["arch"] == arch)]
-        rows = rows[[kernel in name for name in rows["kernel"]]]
+        rows = self._static(names, [arch], kernel)
         if rows.empty:
-            return pd.DataFrame({"static": [f"results/static.csv has no rows of them for {arch} yet: `make static`."]})
-        fits = [warps_that_fit(arch, row["registers"], row["threads"], row["smem_bytes"]) for row in _records(rows)]
-        shown = _stale_marked(rows).assign(warps=fits)
+            return _no_static(arch)
+        shown = rows.assign(warps=[_occupancy(row).warps for row in _records(rows)])
         used = [name for name in ("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "FFMA") if shown[name].any()]
         return shown.set_index("step")[["kernel", "registers", "threads", "smem_bytes", "spill_bytes", "warps", *used]]
+
+    def fits(self, names: Sequence[str], archs: Sequence[str], kernel: str) -> pd.DataFrame:
+        """How many blocks of steps' kernels fit on a multiprocessor, and what stops the next: a row a step and arch.
+
+        From the static table's registers, shared memory and threads; ``kernel`` picks by what the kernel's name holds.
+        """
+        rows = self._static(names, archs, kernel)
+        if rows.empty:
+            return _no_static(", ".join(archs))
+        table = []
+        for row in _records(rows):
+            found = _occupancy(row)
+            table.append({
+                "step": row["step"], "arch": row["arch"], "registers a thread": row["registers"],
+                "threads a block": row["threads"], "shared memory a block": f"{row['smem_bytes'] / 1024:.1f} KB",
+                "bytes spilled": row["spill_bytes"], "blocks an SM": found.blocks,
+                "warps an SM": f"{found.warps} of {occupancy.limits(row['arch']).warps}",
+                "occupancy": f"{100 * found.share:.3g} %", "no room for more": ", ".join(found.limited_by),
+            })  # fmt: skip
+        return pd.DataFrame(table).set_index(["step", "arch"])
+
+    def _static(self, names: Sequence[str], archs: Sequence[str], kernel: str) -> pd.DataFrame:
+        """Static rows of the chosen steps on the architectures, step by step, stale ones marked."""
+        table = results.table("static")
+        chosen = {steps.step(name).name: place for place, name in enumerate(names)}
+        rows = table[table["step"].isin(chosen) & table["arch"].isin(archs) & table["op"].isin(_ops_of(names))]
+        rows = rows[rows["kernel"].str.contains(kernel, regex=False)]
+        places = [(chosen[row["step"]], archs.index(row["arch"])) for row in _records(rows)]
+        return _stale_marked(rows.iloc[[i for _, i in sorted((place, i) for i, place in enumerate(places))]])
 
     # -- charts and tables
 
     def ladder(self, names: Sequence[str], workload: Workload, rows: pd.DataFrame) -> pd.DataFrame:
-        """Steps on one workload as text: time, rate, share of the limit, gain on the step before; published beside."""
+        """Steps on one workload as text: time, rate, share of the limit, gain on the step before; published beside.
+
+        The peers of the workload, as far as there are rows of them, stand at the end.
+        """
         from . import report
 
         published = report.published(workload.op, workload.name) if workload.name else pd.DataFrame()
@@ -346,7 +455,10 @@ class Session:
                 line |= {f"published, {gpu}": _cell(their_ms), "published gain": _gain(their_last, their_ms)}
             table.append(line)
             our_last, their_last = our_ms, their_ms
-        return pd.DataFrame(table).set_index("step")
+        for peer in peers_of([workload]):
+            if peer.name in ours:
+                table.append({"step": peer.name, **self._time_cells(ours[peer.name])})
+        return pd.DataFrame(table).fillna("").set_index("step")
 
     def _time_cells(self, timed: dict[str, Any] | None) -> dict[str, str]:
         """Time, spread, rate and share of the limit of one timing, in words where it has none."""
@@ -391,11 +503,12 @@ class Session:
     def _fastest(self, gpu: str) -> dict[str, float]:
         """Workload to the least cold median, of this run or of the recorded ones of the same GPU."""
         found: dict[str, float] = {}
+        ours = {step.name for step in steps.steps()}
         for folder in dict.fromkeys((self.source, paths.RESULTS / self.gpu)):
             same = {row.run_id for row in results.read(folder, "runs") if row.gpu == gpu}
             rows = results.table("timings", folder)
             rows = rows[rows["run_id"].isin(same) & (rows["status"] == "ok") & (rows["cache"] == "cold")]
-            rows = rows[(rows["workload"] != "") & ~rows["stale"]]
+            rows = rows[(rows["workload"] != "") & ~rows["stale"] & rows["step"].isin(ours)]
             for name, micros in rows.groupby("workload")["median_us"].min().items():
                 found[str(name)] = min(float(micros), found.get(str(name), float("inf")))
         return found
@@ -421,6 +534,26 @@ def _stale_marked(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with those of changed sources marked in the step's name."""
     pairs = zip(rows["step"], rows["stale"], strict=True)
     return rows.assign(step=[f"{name} (stale)" if old else name for name, old in pairs])
+
+
+def _no_static(archs: str) -> pd.DataFrame:
+    return pd.DataFrame({"static": [f"results/static.csv has no rows of them for {archs} yet: `make static`."]})
+
+
+def _occupancy(row: dict[str, Any]) -> occupancy.Occupancy:
+    facts = {name: int(row[name]) for name in ("threads", "registers", "smem_bytes")}
+    return occupancy.occupancy(row["arch"], **facts)
+
+
+def _ops_of(names: Sequence[str]) -> set[str]:
+    return {steps.step(name).op for name in names}
+
+
+def peers_of(workloads: Sequence[Workload]) -> list[Peer]:
+    """What a user would call instead for any of the workloads, each once."""
+    from . import peers
+
+    return list(dict.fromkeys(peer for workload in workloads for peer in peers.peers(workload.op, workload)))
 
 
 def _is_of(row: dict[str, Any], workload: Workload) -> bool:
@@ -472,36 +605,13 @@ def ceilings_table(ceilings: Ceilings) -> pd.DataFrame:
     return pd.DataFrame(table).fillna("").set_index("ceiling")
 
 
-# Threads and KB of shared memory of a multiprocessor; each has 65,536 registers and room for 32 blocks.
-_MULTIPROCESSOR = {
-    "sm_80": (2048, 164),
-    "sm_89": (1536, 100),
-    "sm_90a": (2048, 228),
-    "sm_100a": (2048, 228),
-    "sm_120": (1536, 100),
-}
-
-
-def warps_that_fit(arch: str, registers: int, threads: int, smem_bytes: int) -> int:
-    """Warps of a kernel that a multiprocessor holds at once, of whole blocks of ``threads``.
-
-    Registers are handed out by 8 a thread, and each block keeps 1 KB of shared memory for the system. ValueError for an
-    architecture that is not listed.
-    """
-    if arch not in _MULTIPROCESSOR:
-        raise ValueError(f"arch: {arch!r} must be one of {', '.join(_MULTIPROCESSOR)}")
-    most_threads, smem_kb = _MULTIPROCESSOR[arch]
-    by_registers = 65536 // (-(-registers // 8) * 8 * threads)
-    blocks = min(by_registers, smem_kb * 1024 // (smem_bytes + 1024), most_threads // threads, 32)
-    return blocks * -(-threads // 32)
-
-
 def costs_table(session: Session, workload: Workload, costs: dict[str, tuple[str, float]]) -> pd.DataFrame:
     """What resources need for some work, each as if it were the only one: amount, time, multiple of the limit.
 
     A cost is a resource and an amount: ``arithmetic`` (operations on tensor cores), ``fma`` (scalar multiply-adds),
-    ``warp loads`` (load instructions of a warp), ``memory`` (bytes of device memory). Clock and multiprocessors are the
-    data sheet's: 128 FMA and one warp's load a clock and multiprocessor.
+    ``warp loads`` (load instructions of a warp), ``shared`` (bytes into or out of shared memory), ``memory`` (bytes of
+    device memory). Clock and multiprocessors are the data sheet's: 128 FMA, one warp's load and 128 bytes of shared
+    memory a clock and multiprocessor.
     """
     ceilings = session.ceilings()
     sheet = peaks.peak(ceilings.gpu) or data_sheet(session.gpu)
@@ -510,6 +620,7 @@ def costs_table(session: Session, workload: Workload, costs: dict[str, tuple[str
         "arithmetic": (ceilings.tflops(workload.op) * 1e6, "operations"),
         "fma": (128 * clocks_us, "FMA"),
         "warp loads": (clocks_us, "warp instructions"),
+        "shared": (128 * clocks_us, "bytes"),
         "memory": (ceilings.read_gbps * 1e3, "bytes"),
     }
     limit = ceilings.limit_us(workload.op, work(workload))
@@ -540,6 +651,26 @@ def workloads_table(points: pd.DataFrame) -> pd.DataFrame:
             "ours": f"{number(ours)} {unit}" if pd.notna(ours) else "",
         })  # fmt: skip
     return pd.DataFrame(table).set_index("workload")
+
+
+def stages_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Session.without() as text: what each step waited for each stage, a column a step, and what hides behind others.
+
+    The last row is the whole time less all of the waits: above 0 it is what no single stage is waited for (barriers,
+    addresses, stages that overlap), below 0 stages were waited for together.
+    """
+    columns = {}
+    for name, group in rows.groupby("step", sort=False):
+        whole = float(group["whole_us"].iloc[0])
+        waits = {str(row["stage"]): whole - row["median_us"] for row in _records(group)}
+        cells = {f"waited for {stage}": _part(wait, whole) for stage, wait in waits.items()}
+        label = f"{name} (stale)" if group["stale"].any() else str(name)
+        columns[label] = {"whole": _cell(whole / 1e3), **cells, "neither": _part(whole - sum(waits.values()), whole)}
+    return pd.DataFrame(columns)
+
+
+def _part(micros: float, whole: float) -> str:
+    return f"{micros / 1e3:.3g} ms, {100 * micros / whole:.2g} %"
 
 
 def parity_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -176,21 +176,6 @@ def test_counters_stand_beside_each_other_in_words(recorded: Path) -> None:
     assert "no recorded counters for a100" in absent.iloc[0, 0]
 
 
-@pytest.mark.parametrize(
-    ("arch", "registers", "threads", "smem", "warps"),
-    [
-        ("sm_90a", 80, 128, 0, 24),  # six blocks by registers
-        ("sm_90a", 91, 512, 65536, 16),  # one block: 96 registers a thread
-        ("sm_90a", 32, 1024, 0, 64),  # by threads
-        ("sm_90a", 24, 32, 0, 32),  # by blocks
-        ("sm_89", 32, 256, 49152, 16),  # by shared memory, with 1 KB a block for the system
-        ("sm_89", 255, 512, 0, 0),  # does not fit at all
-    ],
-)
-def test_warps_that_fit(arch: str, registers: int, threads: int, smem: int, warps: int) -> None:
-    assert notebook.warps_that_fit(arch, registers, threads, smem) == warps
-
-
 def test_compiled_facts_stand_beside_each_other(recorded: Path) -> None:
     names = ["prefill/01_scalar", "prefill/02_smem_tiles"]
     assert "make static" in notebook.start("emulation").compiled(names).iloc[0, 0]

@@ -32,6 +32,9 @@ def test_the_published_wmma_step_fits_once_on_an_rtx_4070() -> None:
         ("sm_90a", 256, 64, 227 * 1024 + 1, 0, ("shared memory",)),
         ("sm_89", 256, 64, 99 * 1024 + 1, 0, ("shared memory",)),
         ("sm_80", 1024, 65, 0, 0, ("registers",)),
+        ("sm_90a", 512, 91, 65536, 1, ("registers",)),  # 96 a thread
+        ("sm_89", 256, 32, 49152, 2, ("shared memory",)),
+        ("sm_89", 512, 255, 0, 0, ("registers",)),
     ],
 )
 def test_each_pool_in_turn(
