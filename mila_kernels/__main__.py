@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from . import paths
 
 if TYPE_CHECKING:
+    from .peers import Peer
     from .results import RunWriter
     from .shapes import Workload
     from .steps import Step
@@ -52,7 +53,7 @@ examples:
   python -m mila_kernels list                               what steps there are
   python -m mila_kernels check prefill/02                   is this step right, here and now?
   python -m mila_kernels check prefill --check-mode         every prefill step, looking for races and bad reads
-  python -m mila_kernels bench prefill --workload prefill/d512-16x1-n8192
+  python -m mila_kernels bench prefill --peers --workload prefill/d512-16x1-n8192
   python -m mila_kernels reproduce --only 01,02             run notebooks in batch, with or without a GPU
   python -m mila_kernels record RUN_ID --as h200            keep a run as the figures of record
 """
@@ -213,14 +214,15 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
     parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape outside that table")
     parser.add_argument("--all", action="store_true", help="every named workload of each operation")
+    parser.add_argument("--peers", action="store_true", help="also what a user would call instead, after the steps")
     parser.add_argument("--cache", choices=("cold", "hot"), default="cold", help="L2 before each launch (default cold)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs (default 0)")
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from . import bench, results
+    from . import bench, peers, results
 
-    cases = [(step, workload) for step in _steps(args.steps) for workload in _bench_workloads(step, args)]
+    cases = _bench_cases(args)
     try:
         bench.need_cuda()
     except bench.NoDevice as error:
@@ -229,12 +231,24 @@ def _bench(args: argparse.Namespace) -> int:
     failures = 0
     with results.RunWriter() as run:
         print(f"run {run.run_id}: {bench.run_ceilings(run)}", flush=True)
-        for step, workload in _progress(cases):
-            row = bench.bench(step, workload, cache=args.cache, seed=args.seed, run=run)
+        for timed, workload in _progress(cases):
+            if isinstance(timed, peers.Peer):
+                row = bench.bench_peer(timed, workload, cache=args.cache, seed=args.seed, run=run)
+            else:
+                row = bench.bench(timed, workload, cache=args.cache, seed=args.seed, run=run)
             failures += row.status != "ok"
             print(bench.line(row), flush=True)
         print(f"rows in {run.folder}; keep them: python -m mila_kernels record {run.run_id} --as GPU")
     return FAILED if failures else OK
+
+
+def _bench_cases(args: argparse.Namespace) -> list[tuple[Step | Peer, Workload]]:
+    """Steps with their workloads; with --peers, then each peer with those of the workloads that it takes."""
+    from . import peers
+
+    ours = [(step, workload) for step in _steps(args.steps) for workload in _bench_workloads(step, args)]
+    workloads = dict.fromkeys(workload for _, workload in ours) if args.peers else {}
+    return [*ours, *((peer, workload) for workload in workloads for peer in peers.peers(workload.op, workload))]
 
 
 def _bench_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:

@@ -115,6 +115,16 @@ def test_check_fails_with_exit_code_1_when_the_error_is_above_its_bound(
     assert "FAILED" in out and "0 of 1 cases passed, 1 FAILED" in out
 
 
+def test_bench_takes_peers_of_the_same_workloads_after_the_steps() -> None:
+    words = ["bench", "prefill/01", "prefill/02", "--shape", SHAPE]
+    alone, with_peers = (
+        cli._bench_cases(cli.build_parser("bench").parse_args([*words, *more])) for more in ([], ["--peers"])
+    )
+    assert [timed.name for timed, _ in alone] == ["01_scalar", "02_smem_tiles"]
+    assert [timed.name for timed, _ in with_peers[2:]] == ["torch three calls", "torch SDPA"]
+    assert with_peers[:2] == alone and {workload.shape for _, workload in with_peers} == {SHAPE}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so bench measures")
 def test_bench_refuses_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "prefill"]) == 2
