@@ -37,7 +37,10 @@ class MatvecFp4Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("x_stride", "y_stride")),
-        *((name, ctypes.c_int32) for name in ("m", "n", "k", "dtype", "scale_dtype", "layout", "sm_count", "chained")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("m", "n", "k", "dtype", "scale_dtype", "layout", "sm_count", "smem_limit", "chained")
+        ),
     ]
 
 
@@ -47,7 +50,7 @@ class MatvecFp8Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("x_stride", "y_stride")),
-        *((name, ctypes.c_int32) for name in ("m", "n", "k", "dtype", "layout", "sm_count", "chained")),
+        *((name, ctypes.c_int32) for name in ("m", "n", "k", "dtype", "layout", "sm_count", "smem_limit", "chained")),
     ]
 
 
@@ -214,16 +217,18 @@ class Fp8Weight:
         tiles, groups = _ceil_div(self.n, TILE_ROWS), self.k // KERNEL_GROUP
         codes = torch.empty(tiles, groups, TILE_ROWS * KERNEL_GROUP, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(tiles, TILE_ROWS * self.k):
-            lanes = _fragments(_padded_rows(self.codes, some)).view(-1, 32, 2, 16)
-            codes[some] = lanes.transpose(1, 2).reshape(-1, *codes.shape[1:])  # 16 bytes a lane side by side
+            # [.., lane, quarter, step, word, register, half] to [.., quarter, lane, step, word, half, register]: 16
+            # bytes a lane side by side; in a word the second register's codes are the low bytes of the halves.
+            codes_of = _fragments(_padded_rows(self.codes, some)).view(-1, 32, 2, 2, 2, 2, 2)
+            codes[some] = codes_of.flip(5).permute(0, 2, 1, 3, 4, 6, 5).reshape(-1, *codes.shape[1:])
         scales = _padded_rows(self.scales[:, None], slice(0, tiles)).view(-1)
         return replace(self, codes=codes, scales=scales, layout=layout, _shuffled={})
 
     def _row_codes(self) -> torch.Tensor:
         if self.layout == "rows":
             return self.codes
-        lanes = self.codes.view(-1, 2, 32, 16).transpose(1, 2)
-        return _unfragment(lanes, self.k)[: self.n].contiguous()
+        fragments = self.codes.view(-1, 2, 32, 2, 2, 2, 2).permute(0, 2, 1, 3, 4, 6, 5).flip(5)
+        return _unfragment(fragments, self.k)[: self.n].contiguous()
 
 
 # ---- layouts of shuffled weights -------------------------------------------------------------------------------------
@@ -563,11 +568,12 @@ def _common_args(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, layout: str,
     chained: bool,
 ) -> dict[str, object]:  # fmt: skip
+    sm_count, smem_limit = _device_limits(x.device)
     return {
         "x": x.data_ptr(), "codes": codes.data_ptr(), "scales": scales.data_ptr(), "y": y.data_ptr(),
         "bias": None if bias is None else bias.data_ptr(), "x_stride": x.stride(0), "y_stride": y.stride(0),
         "m": x.shape[0], "n": y.shape[1], "k": x.shape[1], "dtype": DTYPE_CODES[x.dtype],
-        "layout": LAYOUT_CODES[layout], "sm_count": _sm_count(x.device), "chained": chained,
+        "layout": LAYOUT_CODES[layout], "sm_count": sm_count, "smem_limit": smem_limit, "chained": chained,
     }  # fmt: skip
 
 
@@ -581,9 +587,13 @@ def _launch(
     build.launch(steps.step(step), args, x.device, reads=reads, writes={"y": y})
 
 
-def _sm_count(device: torch.device) -> int:
-    """Multiprocessors to share the work over; in emulation a small number, so that a block has several tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+def _device_limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a block may have. In emulation few and what all GPUs since sm_80
+    have, so that a block has several tiles."""
+    if device.type != "cuda":
+        return 3, 99 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 def _pick_step(op: str, step: str | steps.Step | None, device: torch.device) -> steps.Step:

@@ -127,6 +127,53 @@ struct Activations {
   }
 };
 
+// The same for one warp that multiplies with its own groups of columns: columns `begin` on, GROUP_PITCH elements from one
+// column of the B operand to the next, zeros past the end of x.
+constexpr int GROUP_PITCH = GROUP + 8;
+
+struct WarpActivations {
+  const void* x;
+  int64_t stride;  // of rows, in elements
+  int dtype, m, k, begin;
+
+  // Brings them in as [GROUPS][terms * m][GROUP_PITCH], by all lanes of the warp, and gives the factor.
+  template <int GROUPS>
+  DEVICE float bring(bf16* x_warp, int lane) const {
+    if (!__any_sync(ALL_LANES, copy<GROUPS>(x_warp, lane, X_FACTOR))) {
+      __syncwarp();
+      return X_FACTOR;
+    }
+    copy<GROUPS>(x_warp, lane, 1.0f);
+    __syncwarp();
+    return 1.0f;
+  }
+
+  // Whether any of the lane's was too large.
+  template <int GROUPS>
+  DEVICE bool copy(bf16* x_warp, int lane, float factor) const {
+    constexpr int PER_LOAD = 8, LOADS = GROUP / PER_LOAD;  // a group's of one row
+    const int terms = terms_of(dtype), columns = m * terms;
+    bool found = false;
+    for (int i = lane; i < m * GROUPS * LOADS; i += WARP) {
+      const int row = i / (GROUPS * LOADS), group = i / LOADS % GROUPS, column = i % LOADS * PER_LOAD;
+      const int from = begin + group * GROUP + column;
+      uint4 loaded = make_uint4(0, 0, 0, 0);
+      if (from < k) loaded = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + row * stride + from);
+      uint4* to = reinterpret_cast<uint4*>(x_warp + (group * columns + row * terms) * GROUP_PITCH + column);
+      if (dtype == DTYPE_FP16) {
+        uint4 split[2];
+        split_terms(split, loaded, factor);
+        to[0] = split[0];
+        to[GROUP_PITCH / PER_LOAD] = split[1];
+      } else {
+        found |= too_large(loaded);
+        *to = times(loaded, factor);
+      }
+    }
+    return found;
+  }
+};
+
 // `launch`, but the kernel may start before the one in front of it has ended (sm_90 and later): it calls
 // griddepcontrol_wait before it touches anything that the other one writes.
 template <typename... Params, typename... Args>

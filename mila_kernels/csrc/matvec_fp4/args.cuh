@@ -24,10 +24,22 @@ struct MatvecFp4Args {
   int32_t scale_dtype;  // ScaleDtype
   int32_t layout;       // Layout
   int32_t sm_count;     // multiprocessors to share the work over
+  int32_t smem_limit;   // bytes of shared memory that a block may have
   int32_t chained;      // may start before the kernel in front of it has ended
 };
 
 DEVICE float to_float(float x) { return x; }
+
+// The scales of rows g and g + 8 of a tile, side by side in a shuffled weight.
+DEVICE void load_pair(float (&pair)[2], const float* scales) {
+  const uint2 loaded = ld_global_nc_v2_u32(scales);
+  pair[0] = __uint_as_float(loaded.x);
+  pair[1] = __uint_as_float(loaded.y);
+}
+
+DEVICE void load_pair(bf16 (&pair)[2], const bf16* scales) {
+  *reinterpret_cast<uint32_t*>(pair) = ld_global_nc_u32(scales);
+}
 
 // Calls f<Scale>() for the scales' type; refuses a weight in another layout than the step reads.
 template <typename F>

@@ -4,7 +4,8 @@
 #include "../matvec_common.cuh"
 
 // How the codes lie in memory. ROWS: [n, k]. FRAGMENTS: tiles of 16 rows; per tile and 64 columns two times 16 bytes a
-// lane, in each the A operands of two mma.m16n8k16, K permuted so that lane 4g + t owns the 16 columns from 16t.
+// lane, in each the A operands of two mma.m16n8k16, K permuted so that lane 4g + t owns the 16 columns from 16t. A word
+// holds two registers: the first is the high bytes of its halves, the second the low ones.
 enum Layout : int32_t { LAYOUT_ROWS = 0, LAYOUT_FRAGMENTS = 1 };
 
 // y[m][n] = scale[n] * sum over k of x[m][k] * value(code[n][k]) + bias[n].
@@ -19,6 +20,7 @@ struct MatvecFp8Args {
   int32_t dtype;     // Dtype of x, y and bias
   int32_t layout;    // Layout
   int32_t sm_count;  // multiprocessors to share the work over
+  int32_t smem_limit;  // bytes of shared memory that a block may have
   int32_t chained;   // may start before the kernel in front of it has ended
 };
 
