@@ -59,7 +59,9 @@ class _Cache:
             raise ValueError(f"{name}: only an E4M3 cache has scales, this one is {self.k.dtype}")
         values = torch.as_tensor(scale, dtype=torch.float32, device=self.k.device)
         if values.dim() > 1 or values.numel() not in (1, self.kv_heads):
-            raise ValueError(f"{name}: shape {tuple(values.shape)} must be a scalar or [{self.kv_heads}], one a KV head")
+            raise ValueError(
+                f"{name}: shape {tuple(values.shape)} must be a scalar or [{self.kv_heads}], one a KV head"
+            )
         return values.reshape(-1).expand(self.kv_heads).contiguous()
 
     @property

@@ -57,13 +57,9 @@ __global__ void __launch_bounds__(WARPS* WARP) decode_tensor_cores(const DecodeA
   load_queries<G, NT>(smem.queries, args, batch, kv_head, first_row);
 
   // A lane of the softmax holds keys of row g of each n; a lane of the products holds rows 2t and 2t + 1.
-  KeyRange row_keys[NT];
   float row_max[NT], row_sum[NT][4] = {}, o_regs[G::M_TILES][NT][4] = {};
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    row_max[n] = -INFINITY;
-    row_keys[n] = visible_keys(args, length, row_token(args, min(first_row + n * 8 + g, last_row)));
-  }
+  for (int n = 0; n < NT; ++n) row_max[n] = -INFINITY;
 
   for (int item = 0; item < items; ++item) {
     cp_async_wait_group<STAGES - 2>();
@@ -95,6 +91,8 @@ __global__ void __launch_bounds__(WARPS* WARP) decode_tensor_cores(const DecodeA
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const float scale = smem.queries.scale[n * 8 + g];
+      KeyRange row_keys = {tile, tile + Bc};
+      if (masked) row_keys = visible_keys(args, length, row_token(args, min(first_row + n * 8 + g, last_row)));
       float scores[Bc / 16][4];
       float new_max = row_max[n];
 #pragma unroll
@@ -106,7 +104,7 @@ __global__ void __launch_bounds__(WARPS* WARP) decode_tensor_cores(const DecodeA
 #pragma unroll
           for (int part = 1; part < G::PARTS; ++part) score += smem.s[part][n * 8 + g][key];
           score *= scale;
-          if (masked && (tile + key < row_keys[n].begin || tile + key >= row_keys[n].end)) score = -INFINITY;
+          if (masked && (tile + key < row_keys.begin || tile + key >= row_keys.end)) score = -INFINITY;
           scores[i][j] = score;
           new_max = fmaxf(new_max, score);
         }

@@ -79,13 +79,9 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const Dec
   }
 
   // A lane of the softmax holds keys of row g of each n; a lane of the products holds rows 2t and 2t + 1.
-  KeyRange row_keys[NT];
   float row_max[NT], row_sum[NT][4] = {}, o_regs[G::M_TILES][NT][4] = {};
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    row_max[n] = -INFINITY;
-    row_keys[n] = visible_keys(args, length, row_token(args, min(first_row + n * 8 + g, last_row)));
-  }
+  for (int n = 0; n < NT; ++n) row_max[n] = -INFINITY;
 
   for (int item = 0; item < items; ++item) {
     cp_async_wait_group<STAGES<G> - 2>();
@@ -114,6 +110,8 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const Dec
     uint2 p_regs[Bc / 16][NT];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
+      KeyRange row_keys = {tile, tile + Bc};
+      if (masked) row_keys = visible_keys(args, length, row_token(args, min(first_row + n * 8 + g, last_row)));
       float scores[Bc / 16][4];
       float new_max = row_max[n];
 #pragma unroll
@@ -125,7 +123,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const Dec
 #pragma unroll
           for (int part = 1; part < G::PARTS; ++part) score += smem.s[part][n * 8 + g][key];
           score *= q_scale[n];
-          if (masked && (tile + key < row_keys[n].begin || tile + key >= row_keys[n].end)) score = -INFINITY;
+          if (masked && (tile + key < row_keys.begin || tile + key >= row_keys.end)) score = -INFINITY;
           scores[i][j] = score;
           new_max = fmaxf(new_max, score);
         }

@@ -11,23 +11,26 @@ struct Piece {
   int batch, item, first, last, slot;
 };
 
+DEVICE int lane_sum(int x) {
+#pragma unroll
+  for (int bit = WARP / 2; bit > 0; bit /= 2) x += __shfl_xor_sync(ALL_LANES, x, bit);
+  return x;
+}
+
 template <int Bc>
 struct Schedule {
   const DecodeArgs& args;
   int items;      // of a sequence
-  int64_t total;  // tiles of all items
+  int total;      // tiles of all items
   int blocks;
 
   DEVICE explicit Schedule(const DecodeArgs& args)
       : args(args), items(args.kv_heads * ceil_div(row_count(args), ROWS)), total(0) {
     const int lane = threadIdx.x % WARP;
-    int64_t tiles = 0;
+    int tiles = 0;
     for (int batch = lane; batch < args.batch; batch += WARP) tiles += tile_count(batch);
-#pragma unroll
-    for (int bit = WARP / 2; bit > 0; bit /= 2) tiles += __shfl_xor_sync(ALL_LANES, tiles, bit);
-    total = tiles * items;
-    const int64_t most = ceil_div<int64_t>(total, MIN_TILES);
-    blocks = most < args.blocks ? static_cast<int>(most) : args.blocks;
+    total = lane_sum(tiles) * items;
+    blocks = min(ceil_div(total, MIN_TILES), args.blocks);
   }
 
   DEVICE int first_tile(int batch) const { return keys(batch).begin / Bc; }
@@ -42,19 +45,19 @@ struct Schedule {
   }
 
   // The tiles [begin(b), begin(b + 1)) of the row are block b's.
-  DEVICE int64_t begin(int block) const { return block * total / blocks; }
-  DEVICE int block_of(int64_t tile) const { return static_cast<int>(((tile + 1) * blocks - 1) / total); }
+  DEVICE int begin(int block) const { return static_cast<int>(static_cast<int64_t>(block) * total / blocks); }
+  DEVICE int block_of(int tile) const { return static_cast<int>((static_cast<int64_t>(tile + 1) * blocks - 1) / total); }
 
   // The sequence that tile x of the row belongs to, and where its tiles start.
-  DEVICE int find_sequence(int64_t x, int64_t& start) const {
+  DEVICE int find_sequence(int x, int& start) const {
     const int lane = threadIdx.x % WARP;
     start = 0;
     for (int first = 0; first < args.batch; first += WARP) {
-      const int64_t own = first + lane < args.batch ? static_cast<int64_t>(tile_count(first + lane)) * items : 0;
-      int64_t sum = own;
+      const int own = first + lane < args.batch ? tile_count(first + lane) * items : 0;
+      int sum = own;
 #pragma unroll
       for (int distance = 1; distance < WARP; distance *= 2) {
-        const int64_t below = __shfl_up_sync(ALL_LANES, sum, distance);
+        const int below = __shfl_up_sync(ALL_LANES, sum, distance);
         if (lane >= distance) sum += below;
       }
       const unsigned past = __ballot_sync(ALL_LANES, start + sum > x);
@@ -69,12 +72,11 @@ struct Schedule {
   }
 
   // Block b's piece that starts with tile x of the row, and the x of its next one.
-  DEVICE Piece piece(int block, int64_t& x) const {
-    int64_t start;
+  DEVICE Piece piece(int block, int& x) const {
+    int start;
     const int batch = find_sequence(x, start), count = tile_count(batch), first = first_tile(batch);
-    const int item = static_cast<int>((x - start) / count), tile = static_cast<int>((x - start) % count);
-    const int64_t left = begin(block + 1) - x;
-    const int size = left < count - tile ? static_cast<int>(left) : count - tile;
+    const int item = (x - start) / count, tile = (x - start) % count;
+    const int size = min(begin(block + 1) - x, count - tile);
     x += size;
     // Every next piece has the next block, the next item, or both: the sum of the two numbers names it.
     return {batch, item, first + tile, first + tile + size, block + batch * items + item};
@@ -82,14 +84,11 @@ struct Schedule {
 
   // The slots of an item's pieces: the first, and how many.
   DEVICE int2 slots(int batch, int item) const {
-    int64_t start = 0;
-    const int count = tile_count(batch);
+    const int lane = threadIdx.x % WARP, count = tile_count(batch);
     if (count == 0) return {0, 0};
-    const int lane = threadIdx.x % WARP;
-    for (int i = lane; i < batch; i += WARP) start += static_cast<int64_t>(tile_count(i)) * items;
-#pragma unroll
-    for (int bit = WARP / 2; bit > 0; bit /= 2) start += __shfl_xor_sync(ALL_LANES, start, bit);
-    start += static_cast<int64_t>(item) * count;
+    int start = 0;
+    for (int i = lane; i < batch; i += WARP) start += tile_count(i);
+    start = lane_sum(start) * items + item * count;
     const int first = block_of(start), last = block_of(start + count - 1);
     return {first + batch * items + item, last - first + 1};
   }
