@@ -17,6 +17,7 @@ from . import steps
 from .attention import prefill
 from .build import KernelError, emulation
 from .cache import ContiguousCache, PagedCache, RingCache
+from .decode import decode, merge
 from .linear import Fp4Weight, Fp8Weight, load_weight, matvec_fp4, matvec_fp8, quantize_fp4, quantize_fp8
 from .parity import check
 from .shapes import Geometry, Workload, geometry, workload, workloads
@@ -33,12 +34,14 @@ __all__ = [
     "Step",
     "Workload",
     "check",
+    "decode",
     "diff",
     "emulation",
     "geometry",
     "load_weight",
     "matvec_fp4",
     "matvec_fp8",
+    "merge",
     "prefill",
     "quantize_fp4",
     "quantize_fp8",

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from . import attention, cache, decode, linear, outputs, prefill_ring, reference
+from . import attention, cache, linear, outputs, prefill_ring, reference
+from .decode import decode
 from .shapes import Workload
 from .steps import Step
 
@@ -177,7 +178,7 @@ def _decode_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, An
 def _run_decode(
     q: torch.Tensor, cache: cache.Cache, lengths: torch.Tensor, step: str | Step | None = None, **inputs: Any
 ) -> tuple[torch.Tensor, ...]:
-    return decode.decode(q, cache, lengths, step=step, return_lse=True, **inputs)  # type: ignore[return-value]
+    return decode(q, cache, lengths, step=step, return_lse=True, **inputs)  # type: ignore[return-value]
 
 
 def _reference_decode(**inputs: Any) -> tuple[torch.Tensor, ...]:
