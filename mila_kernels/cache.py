@@ -1,7 +1,7 @@
 """KV caches: thin typed views over tensors. They own no memory and copy none; decode() reads them through strides.
 
-Position p of a sequence is its p-th token, from 0. ``lengths`` is always int32 ``[batch]`` and counts the tokens of each
-sequence, those appended last included.
+Position p of a sequence is its p-th token, from 0. ``lengths`` is always int32 ``[batch]`` and counts the tokens of
+each sequence, those appended last included.
 
 What is wrong in lengths or a page table is found in two ways. On the CPU every call checks them and raises. On a GPU a
 check would have to wait for it: there the kernels never follow a bad entry, make the rows that needed it NaN, and note
@@ -120,8 +120,9 @@ class _Cache:
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
         """Writes the newest tokens, ``k`` and ``v`` ``[batch, n, kv_heads, head_dim]``, to positions ``lengths - n`` to
-        ``lengths - 1`` of each sequence; positions below 0, beyond the capacity or in a page outside the pool are left out. Values that an E4M3
-        cache cannot hold saturate at 448 times the scale; NaN stays NaN. Waits for nothing on a GPU."""
+        ``lengths - 1`` of each sequence; positions below 0, beyond the capacity or in a page outside the pool are left
+        out. Values that an E4M3 cache cannot hold saturate at 448 times the scale; NaN stays NaN. Waits for nothing on
+        a GPU."""
         expected = (self.batch, k.shape[1] if k.dim() == 4 else -1, self.kv_heads, self.head_dim)
         for name, x in (("k", k), ("v", v)):
             if tuple(x.shape) != expected:
@@ -207,8 +208,9 @@ class RingCache(_Cache):
 @dataclass(eq=False)
 class PagedCache(_Cache):
     """``k``, ``v``: a pool ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads, page_size,
-    head_dim]`` (HND), page size 16, 32, 64 or 128. ``page_table`` int32 ``[batch, max_pages]``: position p lies in slot
-    ``p % page_size`` of page ``page_table[row, p // page_size]``. Entries beyond a sequence's length may hold anything."""
+    head_dim]`` (HND), page size 16, 32, 64 or 128. ``page_table`` int32 ``[batch, max_pages]``: position p lies in
+    slot ``p % page_size`` of page ``page_table[row, p // page_size]``. Entries beyond a sequence's length, or before
+    its window, may hold anything."""
 
     page_table: torch.Tensor
 
@@ -273,7 +275,8 @@ def check_lengths(lengths: torch.Tensor, batch: int, device: torch.device) -> No
         raise TypeError(f"lengths: a torch.Tensor is needed, not {type(lengths).__name__}")
     if lengths.dtype != torch.int32 or tuple(lengths.shape) != (batch,) or lengths.device != device:
         raise ValueError(
-            f"lengths: {lengths.dtype} {tuple(lengths.shape)} on {lengths.device} must be torch.int32 [{batch}] on {device}"
+            f"lengths: {lengths.dtype} {tuple(lengths.shape)} on {lengths.device} must be torch.int32 [{batch}] "
+            f"on {device}"
         )
     if batch > 1 and lengths.stride(0) != 1:
         raise ValueError(f"lengths: the stride is {lengths.stride(0)} and must be 1; pass lengths.contiguous()")

@@ -53,7 +53,8 @@ def decode(
 
     Args:
         q: ``[batch, q_len, q_heads, head_dim]``, BF16 or FP16, q_len 1 to 8, last dim contiguous; ``q_heads`` is a
-            multiple of the cache's ``kv_heads``. Query ``i`` sits at position ``length - q_len + i`` and sees no later key.
+            multiple of the cache's ``kv_heads``. Query ``i`` sits at position ``length - q_len + i`` and sees no later
+            key.
         cache: keys and values, those of these tokens included, in ``q``'s dtype or E4M3.
         lengths: int32 ``[batch]`` on ``q``'s device: the tokens of each sequence. Read on the device: a captured call
             replays with other lengths.
@@ -144,7 +145,8 @@ def _decode(
         batch=batch, q_len=q_len, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
         capacity=slots if page_table is None else page_table.shape[1] * slots,
         page_shift=0 if page_table is None else slots.bit_length() - 1, pages=k.shape[0], ring=ring, window=window,
-        splits=splits, automatic=automatic, blocks=blocks, dtype=DTYPE_CODES[q.dtype], kv_dtype=KV_DTYPE_CODES[k.dtype], scale=scale,
+        splits=splits, automatic=automatic, blocks=blocks, dtype=DTYPE_CODES[q.dtype],
+        kv_dtype=KV_DTYPE_CODES[k.dtype], scale=scale,
     )  # fmt: skip
     reads = {"q": q, "k": k, "v": v, "lengths": lengths}
     optional = {"page_table": page_table, "sink": sink, "k_scale": k_scale, "v_scale": v_scale}
@@ -196,8 +198,8 @@ def merge(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
     """The attention over all keys from those over disjoint parts of them.
 
     ``partials`` are (O, LSE) pairs as decode() and prefill() return them: O ``[batch, q_len, q_heads, head_dim]`` and
-    float32 LSE ``[batch, q_heads, q_len]``, natural log. (0, -inf), no key, is the neutral element. Returns such a pair,
-    O in the first's dtype, computed in float32. A sink must be in one of the parts only. ValueError if shapes differ.
+    float32 LSE ``[batch, q_heads, q_len]``, natural log. (0, -inf), no key, is the neutral element. Returns such a
+    pair, O in the first's dtype, computed in float32. A sink must be in one of the parts only. ValueError if shapes differ.
     """
     if not partials:
         raise ValueError("partials: at least one (O, LSE) pair is needed")
@@ -230,7 +232,8 @@ def _check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
         raise TypeError(f"sink: a torch.Tensor is needed, not {type(sink).__name__}")
     if sink.dtype != torch.float32 or tuple(sink.shape) != (q.shape[2],) or sink.device != q.device:
         raise ValueError(
-            f"sink: {sink.dtype} {tuple(sink.shape)} on {sink.device} must be torch.float32 [{q.shape[2]}] on {q.device}"
+            f"sink: {sink.dtype} {tuple(sink.shape)} on {sink.device} must be torch.float32 [{q.shape[2]}] "
+            f"on {q.device}"
         )
     if sink.stride(0) != 1 and sink.shape[0] > 1:
         raise ValueError(f"sink: the stride is {sink.stride(0)} and must be 1; pass sink.contiguous()")
