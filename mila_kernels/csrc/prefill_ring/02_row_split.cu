@@ -18,7 +18,6 @@ constexpr int Br = WARPS * 16;  // rows a block: tokens x query heads of one KV 
 constexpr int Bc = 32;          // keys a tile
 constexpr int STAGES = 2;       // tiles of K and V in shared memory
 constexpr float LOG2_E = 1.44269504f;
-constexpr float STALE = 8.0f;  // how far, as a power of 2, a score may pass the maximum that O is scaled by
 
 template <typename T, int HS>
 struct Tiles {
@@ -48,7 +47,10 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   constexpr int VECTORS = HS / 8;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int g = lane / 4, t = lane % 4;  // an accumulator holds rows g and g + 8, columns 2t and 2t + 1
-  const int tile_row = lane % 16, tile_column = lane / 16 * 8;  // of a 16 x 16 tile, for ldmatrix.x4
+  // The lane's row and column of a 16 x 16 part for ldmatrix.x4, so that the registers of a fragment follow one another:
+  // A, or B from rows that are its own, and B from rows that are its columns.
+  const int part_row = lane % 16, part_column = lane / 16 * 8;
+  const int key_row = lane / 16 * 8 + lane % 8, key_column = lane / 8 % 2 * 8;
   const int kv_head = blockIdx.x % args.kv_heads, batch = blockIdx.z, group = args.q_heads / args.kv_heads;
   // Last rows first: the short bands of a prompt's first tokens fill the SMs that the last wave leaves empty.
   const int first_row = (gridDim.x / args.kv_heads - 1 - blockIdx.x / args.kv_heads) * Br;
@@ -71,8 +73,8 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   const uint32_t sign = args.scale < 0.0f ? 0x80008000u : 0u;  // the maximum is taken before the scale, which must be > 0
 #pragma unroll
   for (int k = 0; k < HS / 16; ++k) {
-    const int r = warp * 16 + tile_row;
-    ldmatrix_x4(q_regs[k], smem_u32(&smem.q[r][swizzle(r, k * 16 + tile_column)]));
+    const int r = warp * 16 + part_row;
+    ldmatrix_x4(q_regs[k], smem_u32(&smem.q[r][swizzle(r, k * 16 + part_column)]));
 #pragma unroll
     for (int i = 0; i < 4; ++i) q_regs[k][i] ^= sign;
   }
@@ -88,22 +90,23 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   // A thread copies one column of 16-byte vectors of each tile: its row of the first, and every COPY_ROWS-th after it.
   constexpr int COPY_ROWS = WARPS * WARP / VECTORS, TILE_BYTES = Bc * HS * 2;
   const int copy_row = threadIdx.x / VECTORS, copy_column = threadIdx.x % VECTORS * 8;
-  const T* k_column = row<T>(args.k, args.k_stride, batch, 0, kv_head) + copy_column;
-  const T* v_column = row<T>(args.v, args.v_stride, batch, 0, kv_head) + copy_column;
+  const char* k_column = reinterpret_cast<const char*>(row<T>(args.k, args.k_stride, batch, 0, kv_head) + copy_column);
+  const char* v_column = reinterpret_cast<const char*>(row<T>(args.v, args.v_stride, batch, 0, kv_head) + copy_column);
   const uint32_t copy_address = smem_u32(&tiles.k[0][copy_row][swizzle(copy_row, copy_column)]);
-  const uint32_t k_stride = static_cast<uint32_t>(args.k_stride[1]), v_stride = static_cast<uint32_t>(args.v_stride[1]);
+  const uint32_t k_bytes = static_cast<uint32_t>(args.k_stride[1]) * 2, v_bytes = static_cast<uint32_t>(args.v_stride[1]) * 2;
   int copy_tile = block_keys.begin;
   uint32_t copy_slot = (copy_tile + copy_row) % args.capacity;
   const auto copy_next_tiles = [&](int stage) {  // one group, empty after the last tile
     if (copy_tile < block_keys.end) {
+      const int live = block_keys.end - copy_tile - copy_row;  // of the rows from the thread's first on
 #pragma unroll
       for (int i = 0; i < Bc; i += COPY_ROWS) {
         // The smaller, as unsigned numbers: a slot before the ring's end, minus its size, is very large.
         const uint32_t slot = min(copy_slot + i, copy_slot + i - args.capacity);
         const uint32_t to = (copy_address ^ i % 8 * 16) + stage * TILE_BYTES + i * HS * 2;
-        const uint32_t bytes = copy_tile + copy_row + i < block_keys.end ? 16 : 0;  // zeros, where P is 0 and NaN would stay
-        cp_async_cg_zfill(to, k_column + static_cast<uint64_t>(slot) * k_stride, bytes);
-        cp_async_cg_zfill(to + STAGES * TILE_BYTES, v_column + static_cast<uint64_t>(slot) * v_stride, bytes);
+        const uint32_t read = i < live ? 16 : 0;  // else zeros: P is 0 there, and 0 times NaN is not
+        cp_async_cg_zfill(to, k_column + static_cast<uint64_t>(slot) * k_bytes, read);
+        cp_async_cg_zfill(to + STAGES * TILE_BYTES, v_column + static_cast<uint64_t>(slot) * v_bytes, read);
       }
     }
     cp_async_commit_group();
@@ -115,13 +118,14 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
 
   float o_regs[HS / 8][4] = {};
   float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {};  // of the unscaled scores; the sum of this lane's keys
-  const uint32_t lane_address = smem_u32(&tiles.k[0][tile_row][swizzle(tile_row, tile_column)]);
+  const uint32_t k_lane = smem_u32(&tiles.k[0][key_row][swizzle(key_row, key_column)]);
+  const uint32_t v_lane = smem_u32(&tiles.v[0][part_row][swizzle(part_row, part_column)]);
   int stage = 0;
   for (int tile = block_keys.begin; tile < block_keys.end; tile += Bc) {
     cp_async_wait_group<STAGES - 2>();
     __syncthreads();  // this tile is there, and the last one has been read
     copy_next_tiles(stage == 0 ? STAGES - 1 : stage - 1);
-    const uint32_t k_address = lane_address + stage * TILE_BYTES, v_address = k_address + STAGES * TILE_BYTES;
+    const uint32_t k_address = k_lane + stage * TILE_BYTES, v_address = v_lane + stage * TILE_BYTES;
 
     float s_regs[Bc / 8][4] = {};
 #pragma unroll
@@ -130,8 +134,8 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
       for (int n = 0; n < Bc; n += 16) {
         uint32_t k_regs[4];
         ldmatrix_x4(k_regs, part_address<HS>(k_address, n, k * 16));
-        mma_m16n8k16<T>(s_regs[n / 8], q_regs[k], k_regs[0], k_regs[2]);
-        mma_m16n8k16<T>(s_regs[n / 8 + 1], q_regs[k], k_regs[1], k_regs[3]);
+        mma_m16n8k16<T>(s_regs[n / 8], q_regs[k], k_regs[0], k_regs[1]);
+        mma_m16n8k16<T>(s_regs[n / 8 + 1], q_regs[k], k_regs[2], k_regs[3]);
       }
     }
 
@@ -154,19 +158,17 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
     }
     new_max[0] = warp_max<4>(new_max[0]);  // the 4 lanes that share the row
     new_max[1] = warp_max<4>(new_max[1]);
-    const bool grew = (new_max[0] - row_max[0]) * scale_log2 > STALE || (new_max[1] - row_max[1]) * scale_log2 > STALE;
-    if (__any_sync(ALL_LANES, grew)) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        new_max[half] = fmaxf(new_max[half], row_max[half]);
-        const float rescale = new_max[half] == -INFINITY ? 1.0f : exp2f((row_max[half] - new_max[half]) * scale_log2);
-        row_max[half] = new_max[half];
-        row_sum[half] *= rescale;
+    for (int half = 0; half < 2; ++half) {
+      new_max[half] = fmaxf(new_max[half], row_max[half]);
+      if (__all_sync(ALL_LANES, new_max[half] == row_max[half])) continue;
+      const float rescale = new_max[half] == -INFINITY ? 1.0f : exp2f((row_max[half] - new_max[half]) * scale_log2);
+      row_max[half] = new_max[half];
+      row_sum[half] *= rescale;
 #pragma unroll
-        for (int n = 0; n < HS / 8; ++n) {
-          o_regs[n][2 * half] *= rescale;
-          o_regs[n][2 * half + 1] *= rescale;
-        }
+      for (int n = 0; n < HS / 8; ++n) {
+        o_regs[n][2 * half] *= rescale;
+        o_regs[n][2 * half + 1] *= rescale;
       }
     }
 
@@ -233,6 +235,6 @@ const char* launch_with(const PrefillRingArgs& args, cudaStream_t stream) {
 }
 
 extern "C" const char* launch_step(const PrefillRingArgs* args, cudaStream_t stream) {
-  if ((args->k_stride[1] | args->v_stride[1]) >> 32) return "k, v: a slot's stride must be below 2^32 elements";
+  if ((args->k_stride[1] | args->v_stride[1]) >> 31) return "k, v: a slot's stride must be below 2^31 elements";
   return args->dtype == DTYPE_FP16 ? launch_with<fp16>(*args, stream) : launch_with<bf16>(*args, stream);
 }
