@@ -181,17 +181,33 @@ def _sm_count(device: torch.device) -> int:
 
 
 @functools.cache
-def _counters(device: torch.device, stream: int) -> torch.Tensor:
-    return torch.zeros(ARRIVALS if device.type == "cuda" else 1 << 16, dtype=torch.int32, device=device)
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zero between launches, for captured calls: each gets a part of its own."""
+    return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _stream_counters(device: torch.device, stream: int) -> torch.Tensor:
+    """Zero between launches, for the eager calls of a stream."""
+    return torch.zeros(ARRIVALS // 16, dtype=torch.int32, device=device)
+
+
+_captured: dict[torch.device, int] = {}
 
 
 def _arrivals(device: torch.device, count: int) -> torch.Tensor:
-    """Counters that are zero between launches: each stream has its own, and each captured call."""
+    """`count` counters that no call at the same time uses, without a launch to clear them."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32)
-    if torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_current_stream_capturing():
+        own = _stream_counters(device, torch.cuda.current_stream(device).cuda_stream)
+        _counters(device)  # not to be allocated within a capture
+        return own if count <= own.numel() else torch.zeros(count, dtype=torch.int32, device=device)
+    start = _captured.get(device, 0)
+    if start + count > ARRIVALS:
         return torch.zeros(count, dtype=torch.int32, device=device)
-    return _counters(device, torch.cuda.current_stream(device).cuda_stream)
+    _captured[device] = start + count
+    return _counters(device)[start : start + count]
 
 
 def merge(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,7 +215,8 @@ def merge(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
     ``partials`` are (O, LSE) pairs as decode() and prefill() return them: O ``[batch, q_len, q_heads, head_dim]`` and
     float32 LSE ``[batch, q_heads, q_len]``, natural log. (0, -inf), no key, is the neutral element. Returns such a
-    pair, O in the first's dtype, computed in float32. A sink must be in one of the parts only. ValueError if shapes differ.
+    pair, O in the first's dtype, computed in float32. A sink must be in one of the parts only. ValueError if shapes
+    differ.
     """
     if not partials:
         raise ValueError("partials: at least one (O, LSE) pair is needed")
