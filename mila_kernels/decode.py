@@ -201,9 +201,10 @@ def _arrivals(device: torch.device, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32)
     if not torch.cuda.is_current_stream_capturing():
         own = _stream_counters(device, torch.cuda.current_stream(device).cuda_stream)
-        _counters(device)  # not to be allocated within a capture
+        _counters(device)
+        _captured.setdefault(device, 0)
         return own if count <= own.numel() else torch.zeros(count, dtype=torch.int32, device=device)
-    start = _captured.get(device, 0)
+    start = _captured.get(device, ARRIVALS)  # no eager call yet: what a capture allocates is the graph's alone
     if start + count > ARRIVALS:
         return torch.zeros(count, dtype=torch.int32, device=device)
     _captured[device] = start + count
