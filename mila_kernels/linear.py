@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,13 @@ class Fp4Weight:
 
     def to(self, device: torch.device | str) -> Fp4Weight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), _shuffled={})
+
+    def poisoned(self, value: float = math.nan) -> tuple[Fp4Weight, Callable[[], int]]:
+        """The same weight between guard zones: ``value`` around the scales, 0xFF around the codes; and a check that
+        counts the bytes of either storage that have changed since."""
+        codes, codes_changed = _guarded(self.codes, 0xFF)
+        scales, scales_changed = _guarded(self.scales, value)
+        return replace(self, codes=codes, scales=scales, _shuffled={}), lambda: codes_changed() + scales_changed()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The matrix ``[n, k]`` that the codes stand for: magnitude x scale, exact in FP32 but for rounding of the
@@ -186,6 +194,13 @@ class Fp8Weight:
 
     def to(self, device: torch.device | str) -> Fp8Weight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), _shuffled={})
+
+    def poisoned(self, value: float = math.nan) -> tuple[Fp8Weight, Callable[[], int]]:
+        """The same weight between guard zones: ``value`` around the scales, 0xFF around the codes; and a check that
+        counts the bytes of either storage that have changed since."""
+        codes, codes_changed = _guarded(self.codes, 0xFF)
+        scales, scales_changed = _guarded(self.scales, value)
+        return replace(self, codes=codes, scales=scales, _shuffled={}), lambda: codes_changed() + scales_changed()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The matrix ``[n, k]`` that the codes stand for."""
@@ -360,6 +375,16 @@ def _words_to_bytes(words: torch.Tensor) -> torch.Tensor:
 
 def _bytes_to_words(codes: torch.Tensor) -> torch.Tensor:
     return codes.contiguous().view(-1).view(torch.int32).long() & 0xFFFFFFFF
+
+
+def _guarded(x: torch.Tensor, value: float) -> tuple[torch.Tensor, Callable[[], int]]:
+    """A copy of x amid a larger storage full of ``value``, and a count of the bytes of it that have changed since."""
+    margin = 512 // x.element_size()
+    storage = torch.full((x.numel() + 2 * margin,), value, dtype=x.dtype, device=x.device)
+    view = storage[margin:-margin].view(x.shape)
+    view.copy_(x)
+    before = storage.view(torch.uint8).clone()
+    return view, lambda: int((storage.view(torch.uint8) != before).sum())
 
 
 def _row_chunks(rows: int, columns: int) -> Iterator[slice]:

@@ -196,6 +196,17 @@ def test_strided_weights_are_read_through_their_strides() -> None:
     assert torch.equal(quantize_fp8(w.T[:, ::2]).codes, quantize_fp8(w.T[:, ::2].contiguous()).codes)
 
 
+def test_a_poisoned_weight_is_the_same_and_sees_writes() -> None:
+    for q in (quantize_fp4(random_weight(40, 256)), quantize_fp8(random_weight(40, 256)).in_layout("fragments")):
+        twin, changed = q.poisoned()
+        assert torch.equal(twin.dequantize(), q.dequantize()) and changed() == 0
+        storage = torch.empty(0, dtype=twin.scales.dtype).set_(twin.scales.untyped_storage())
+        assert bool(torch.isnan(storage[0])) and bool(torch.isnan(storage[-1]))
+        storage[-1] = 0
+        twin.codes.view(-1)[3] ^= 1
+        assert changed() >= 2
+
+
 def test_a_weight_says_its_size() -> None:
     q = quantize_fp4(torch.ones(16, 256))
     assert isinstance(q, Fp4Weight) and q.nbytes == 16 * 128 + 16 * 2 * 4
