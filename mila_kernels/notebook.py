@@ -202,6 +202,26 @@ class Session:
         latest = max(self.runs(), key=lambda row: row.utc)
         return f"{here} Times are those **recorded on {latest.gpu}** (`results/{self.gpu}`), last on {latest.utc[:10]}."
 
+    def ladder_of(self, op: str, first: int = 1, last: int | None = None) -> list[str]:
+        """The ids of an operation's steps from order ``first`` to ``last`` that run on the GPU whose figures are shown.
+
+        Where nothing is recorded of that GPU, those of every architecture.
+        """
+        capability = self._capability()
+        return [
+            step.id
+            for step in steps.steps(op)
+            if first <= step.order <= (last or step.order) and (capability is None or step.runs_on(capability))
+        ]
+
+    def _capability(self) -> tuple[int, int] | None:
+        if self.live:
+            import torch
+
+            return torch.cuda.get_device_capability(self.device)
+        known = [row.sm for row in self.runs() if row.sm]
+        return steps.parse_architecture(known[-1])[:2] if known else None
+
     def runs(self) -> list[RunRow]:
         """The runs that the shown figures are of."""
         return results.read(self.source, "runs")
@@ -683,6 +703,43 @@ def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
     return table[["step", "shape", "backend", "error", "bound", "verdict"]].set_index("step")
 
 
+def through_ring(
+    session: Session, *, tokens: int, capacity: int, window: int, chunks: Sequence[int], step: str | None = None
+) -> pd.DataFrame:
+    """A prompt through a ring that is smaller than it, in chunks of several sizes: error against float64, or refusal.
+
+    Random normal inputs, 4 query heads on 2, head dim 64; the ring is full of NaN at first. Raises AssertionError where
+    a chunk that was taken is wrong.
+    """
+    import torch
+
+    from . import parity, reference
+    from .cache import RingCache
+    from .prefill_ring import largest_chunk, prefill_through_ring
+
+    generator = torch.Generator(session.device).manual_seed(session.seed)
+    q, k, v = (
+        torch.randn((1, tokens, heads, 64), generator=generator, device=session.device).bfloat16()
+        for heads in (4, 2, 2)
+    )
+    truth = reference.attention(q, k, v, causal=True, window=window)[0]
+    none = torch.zeros(1, dtype=torch.int32, device=session.device)
+    table = []
+    for chunk in chunks:
+        ring = RingCache(*(torch.full((1, capacity, 2, 64), torch.nan, device=session.device).bfloat16() for _ in "kv"))
+        line = {"chunk": chunk, "largest": largest_chunk(capacity, window)}
+        try:
+            o = prefill_through_ring(q, k, v, ring, none, window=window, chunk=chunk, step=step)
+        except ValueError as error:
+            table.append({**line, "error": "", "verdict": f"refused: {error}"})
+            continue
+        assert isinstance(o, torch.Tensor)
+        found = parity.compare(o, truth, 2.0**-8)
+        assert found.passed, f"chunks of {chunk}: {found}"
+        table.append({**line, "error": f"{found.rel_l2:.1e}", "verdict": "ok"})
+    return pd.DataFrame(table).set_index("chunk")
+
+
 def only(published: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """The published figures of the steps that are among the rows."""
     return published[published["step"].isin(rows["step"])]
@@ -696,6 +753,11 @@ def data_sheet(gpu: str) -> peaks.Peak:
         if name and name in peak.gpu.replace(" ", "").replace("-", "").lower():
             return peak
     raise ValueError(f"gpu: nothing is known of {gpu!r}; data/peaks.csv has {', '.join(peak.gpu for peak in known)}")
+
+
+def cards(names: Sequence[str], *parts: str) -> str:
+    """:func:`card` of several steps, one after the other."""
+    return "\n\n".join(card(name, *parts) for name in names)
 
 
 def card(name: str, *parts: str) -> str:
