@@ -772,7 +772,7 @@ Thread* pick(Worker& w) {
   if (!w.ready_warps) return nullptr;
   const uint32_t draw = w.random.next();
   uint32_t warp = w.current_warp;
-  if (!(w.ready_warps >> warp & 1u) || draw >> 28 == 0) {
+  if (!(w.ready_warps >> warp & 1u) || draw >> 26 == 0) {
     const uint32_t turn = draw & 31u;
     const uint32_t turned = w.ready_warps >> turn | w.ready_warps << ((32 - turn) & 31);
     warp = (static_cast<uint32_t>(__builtin_ctz(turned)) + turn) & 31u;
