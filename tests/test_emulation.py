@@ -265,20 +265,6 @@ def test_partner_that_never_comes_is_named(check: bool) -> None:
 @BOTH_MODES
 @pytest.mark.parametrize("what", ["wild_store", "wild_copy"])
 def test_unmapped_address_is_a_report(what: str, check: bool) -> None:
-    text = report_of(lambda: probe(what, 0, address=0x40, check=check))
-    line = next(i for i, x in enumerate(PROBE.source.split("\n"), 1) if "(args.words)" in x and what.split("_")[1] in x)
-    assert re.search(rf"^out of bounds: .*0x40.*03_probe.cu:{line}\b", text), text
-
-
-@BOTH_MODES
-def test_exhausted_stack_is_a_report(check: bool) -> None:
-    text = report_of(lambda: probe("deep_stack", 100_000, check=check))
-    assert re.search(r"^local memory: .* bytes of stack, at .*03_probe.cu:\d+", text), text
-
-
-@BOTH_MODES
-@pytest.mark.parametrize("what", ["wild_store", "wild_copy"])
-def test_unmapped_address_is_a_report(what: str, check: bool) -> None:
     text = report_of(lambda: probe(what, 1, address=0x40, check=check))
     lines = [i for i, line in enumerate(PROBE.source.split("\n"), 1) if "(args.words)" in line]
     line = lines[["wild_store", "wild_copy"].index(what)]
@@ -318,9 +304,10 @@ def test_launch_limits(grid: tuple[int, int, int], block: tuple[int, int, int]) 
 
 def test_a_report_leaves_nothing_behind(tmp_path: Path) -> None:
     step = PRODUCT_BUGS[0].plant(tmp_path)
-    first = report_of(lambda: product(step, check=True, seed=4))
-    product(check=True)
-    assert report_of(lambda: product(step, check=True, seed=4)) == first or os.cpu_count() != 1
+    with emulation(threads=1):
+        first = report_of(lambda: product(step, check=True, seed=4))
+        product(check=True, seed=4)
+        assert report_of(lambda: product(step, check=True, seed=4)) == first
 
 
 def test_a_seed_gives_the_same_report_again() -> None:
