@@ -49,7 +49,7 @@ def prefill_ring(
     Args:
         q: ``[batch, q_len, q_heads, head_dim]``, BF16 or FP16, last dim contiguous; ``q_heads`` is a multiple of the
             cache's ``kv_heads``. Query ``i`` sits at position ``length - q_len + i`` and sees no later key.
-        cache: position p in slot ``p % capacity``, in ``q``'s dtype; slots of positions that no query sees are not read.
+        cache: position p in slot ``p % capacity``, in ``q``'s dtype. Slots that no query sees are not read.
         lengths: int32 ``[batch]`` on ``q``'s device: the tokens of each sequence so far. Read on the device.
         step: an optimisation step (``"prefill_ring/02_row_split"``); None: the fastest that fits device and shape.
         window: the number of keys a query sees, its own included; None: as many as the ring keeps for all of them,
@@ -111,8 +111,8 @@ def prefill_through_ring(
 
     ``q`` ``[batch, tokens, q_heads, head_dim]``, ``k`` and ``v`` ``[batch, tokens, kv_heads, head_dim]`` are the new
     tokens and ``lengths`` int32 ``[batch]`` those before them, not changed. ``chunk`` is at most, and None is,
-    :func:`largest_chunk` of the capacity and the window. Otherwise as :func:`prefill_ring`; afterwards the cache holds the
-    newest tokens.
+    :func:`largest_chunk` of the capacity and the window. Otherwise as :func:`prefill_ring`; afterwards the cache holds
+    the newest tokens.
     """
     _check_tensors(q=q, k=k, v=v)
     _check_cache(cache, q)
@@ -175,7 +175,8 @@ def _check_cache(cache: RingCache, q: torch.Tensor) -> None:
         raise ValueError(f"cache: dtype {cache.k.dtype} must be that of q, {q.dtype}")
     if cache.batch != q.shape[0] or cache.head_dim != q.shape[3]:
         raise ValueError(
-            f"cache: batch {cache.batch} and head_dim {cache.head_dim} must equal those of q, {q.shape[0]} and {q.shape[3]}"
+            f"cache: batch {cache.batch} and head_dim {cache.head_dim} must equal those of q, {q.shape[0]} and "
+            f"{q.shape[3]}"
         )
     if q.shape[2] % cache.kv_heads:
         raise ValueError(f"q: {q.shape[2]} heads must be a multiple of the cache's {cache.kv_heads}")
