@@ -32,7 +32,8 @@ class Bug:
 
     def plant(self, folder: Path) -> Step:
         """The changed step, its source in ``folder``."""
-        original = PRODUCT if self.step == PRODUCT.id else steps.step(self.step)
+        known = [PRODUCT, *steps.steps("prefill")]
+        original = next(step for step in known if step.id == self.step)
         text = original.source
         assert self.find in text, f"{original.id} has changed: {self.find!r} is not in it"
         # Includes from another folder, and one of the many instances, so that it compiles fast.
