@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "cuda_host.h"
+#include "hopper.h"
 
 #undef threadIdx
 #undef blockIdx
@@ -143,7 +144,10 @@ struct Random {  // xorshift64*: an order, not statistics
   }
 };
 
-enum class Kind : uint8_t { none, sync_block, sync_warp, shuffle, vote, mma, ldmatrix };
+enum class Kind : uint8_t {
+  none, sync_block, sync_warp, shuffle, vote, mma, ldmatrix, stmatrix, mbarrier, named_barrier, wgmma, wgmma_fence,
+  wgmma_commit, wgmma_wait, setmaxnreg, elect
+};
 
 const char* kind_name(Kind kind) {
   switch (kind) {
@@ -153,6 +157,15 @@ const char* kind_name(Kind kind) {
     case Kind::vote: return "a vote or reduction";
     case Kind::mma: return "mma";
     case Kind::ldmatrix: return "ldmatrix";
+    case Kind::stmatrix: return "stmatrix";
+    case Kind::mbarrier: return "mbarrier_wait";
+    case Kind::named_barrier: return "bar.sync";
+    case Kind::wgmma: return "wgmma";
+    case Kind::wgmma_fence: return "wgmma.fence";
+    case Kind::wgmma_commit: return "wgmma.commit_group";
+    case Kind::wgmma_wait: return "wgmma.wait_group";
+    case Kind::setmaxnreg: return "setmaxnreg";
+    case Kind::elect: return "elect.sync";
     case Kind::none: break;
   }
   return "nothing";
@@ -177,10 +190,14 @@ struct Warp;
 struct Worker;
 struct Shadow;
 struct Readers;
+struct Snapshot;
+
+#include "hopper_state.h"
 
 struct Snapshot {  // what the threads that left one barrier know of everybody: shared, never changed
   uint32_t references, mark;
-  uint32_t clocks[2 * MAX_THREADS];
+  uint32_t clocks[4 * MAX_THREADS];
+  uint32_t fenced[MAX_THREADS];  // the time up to which a thread's writes were given to the async proxy
 };
 
 struct Thread {
@@ -193,6 +210,8 @@ struct Thread {
   Readers* reads;                      // its warp's part of Shadow::readers
   uint32_t clock;                      // its own time, which passes at barriers
   uint32_t copies_issued, copies_over;  // the time of its cp.async agent: as issued, and as waited for
+  uint32_t fenced;                     // the time up to which it gave its writes to the async proxy
+  uint32_t stores_over, products_over;  // the time of its bulk stores and its warpgroup's products, as waited for
   uint32_t proven;                     // an epoch that it is known to come after
   uint32_t shared_bytes;
   bool checking;
@@ -206,6 +225,10 @@ struct Thread {
   size_t copies_done;
   std::vector<size_t> groups;     // ends of the committed groups, as indices into copies
   size_t groups_done;
+  uint32_t barrier, parity;       // where it waits, if at an mbarrier or a named barrier
+  std::vector<Store> stores;      // bulk copies to global memory that nobody waited for
+  uint32_t store_groups;          // committed
+  std::vector<Guard> guards;
 };
 
 struct Pending {  // a rendezvous of some lanes of a warp
@@ -246,8 +269,8 @@ struct Launch {
 
 // Epochs: when an agent did something. Agents 0 to n - 1 are the block's n threads; agent n + i makes the cp.async
 // copies of thread i, so that a copy is ordered after its issue, before what follows its wait, with nothing between.
-// What else acts by itself (bulk copies, wgmma) can be an agent too, and what else orders (named barriers, mbarriers) a
-// place where clocks join; reads by such agents must then outlive Shadow::barrier.
+// In the same way agent 2n + i makes the bulk stores of thread i, 3n + g the products of warpgroup g, and each of those
+// from 3n + 8 on the copies that complete on one mbarrier.
 constexpr uint32_t CLOCK_BITS = 20, MAX_CLOCK = (1u << CLOCK_BITS) - 1;
 constexpr uint32_t ATOMIC = 0x80000000u;  // in a write's place: made by an atomic
 
@@ -303,6 +326,10 @@ struct Worker {
   std::vector<std::unique_ptr<Snapshot>> snapshots;
   std::vector<Snapshot*> free_snapshots;
   uint32_t snapshot_mark = 0;
+  uint32_t agents = 0;
+  // What sm_90 adds, from the block's first use of it.
+  bool uses_hopper = false;
+  std::unique_ptr<Hopper> hopper;
 
   Worker();
   ~Worker();
@@ -494,10 +521,32 @@ uint32_t tick(Worker& w) {
   return w.shadow->now;
 }
 
+void copy_clocks(const Worker& w, Snapshot* to, const Snapshot* from) {
+  memcpy(to->clocks, from->clocks, w.agents * sizeof(uint32_t));
+  if (w.uses_hopper) memcpy(to->fenced, from->fenced, w.launch->block_threads * sizeof(uint32_t));
+}
+
+void add_clocks(const Worker& w, Snapshot* to, const Snapshot* from) {
+  for (uint32_t i = 0; i < w.agents; ++i) to->clocks[i] = std::max(to->clocks[i], from->clocks[i]);
+  const uint32_t count = w.uses_hopper ? w.launch->block_threads : 0;
+  for (uint32_t i = 0; i < count; ++i) to->fenced[i] = std::max(to->fenced[i], from->fenced[i]);
+}
+
+// What a thread knows beside its snapshot: of itself and of what it waited for.
+void add_own(const Worker& w, Snapshot* to, const Thread& t) {
+  const uint32_t count = w.launch->block_threads;
+  to->clocks[t.linear] = t.clock;
+  to->clocks[count + t.linear] = t.copies_over;
+  if (!w.uses_hopper) return;
+  to->clocks[2 * count + t.linear] = t.stores_over;
+  uint32_t& products = to->clocks[3 * count + t.linear / WARPGROUP_LANES];
+  products = std::max(products, t.products_over);
+  to->fenced[t.linear] = t.fenced;
+}
+
 // The threads that members(f) calls f for meet: each comes to know what any of them knew or did.
 template <typename Members>
 void join(Worker& w, Members members) {
-  const uint32_t count = w.launch->block_threads;
   Snapshot* joined = new_snapshot(w);
   const uint32_t mark = ++w.snapshot_mark;
   bool first = true;
@@ -505,15 +554,14 @@ void join(Worker& w, Members members) {
     if (t.known->mark == mark) return;
     t.known->mark = mark;
     if (first)
-      memcpy(joined->clocks, t.known->clocks, 2 * count * sizeof(uint32_t));
+      copy_clocks(w, joined, t.known);
     else
-      for (uint32_t i = 0; i < 2 * count; ++i) joined->clocks[i] = std::max(joined->clocks[i], t.known->clocks[i]);
+      add_clocks(w, joined, t.known);
     first = false;
   });
   const uint32_t now = tick(w);
   members([&](Thread& t) {
-    joined->clocks[t.linear] = t.clock;
-    joined->clocks[count + t.linear] = t.copies_over;
+    add_own(w, joined, t);
     t.clock = now;
   });
   members([&](Thread& t) { know(w, t, joined); });
@@ -525,6 +573,11 @@ bool comes_after(const Thread& t, uint32_t epoch) {
   const uint32_t agent = epoch >> CLOCK_BITS, clock = epoch & MAX_CLOCK, count = t.worker->launch->block_threads;
   if (agent == t.linear) return true;
   if (agent == count + t.linear) return clock <= t.copies_over;
+  if (agent >= 2 * count) {
+    if (agent == BARRIER_WORD) return false;
+    if (agent == 2 * count + t.linear && clock <= t.stores_over) return true;
+    if (agent == 3 * count + t.linear / WARPGROUP_LANES && clock <= t.products_over) return true;
+  }
   return t.known->clocks[agent] >= clock;
 }
 
@@ -538,6 +591,19 @@ std::string at_offset(unsigned bytes, uint32_t offset) {
   return text;
 }
 
+// Of hopper.cpp.
+[[noreturn]] void report_after_copy(Worker& w, uint32_t agent, uint32_t clock, const std::string& now,
+                                    const std::string& then);
+[[noreturn]] void report_no_proxy_fence(Thread& t, const char* verb, uint32_t offset, unsigned bytes, uint32_t byte,
+                                        uintptr_t pc);
+bool given_to_async_proxy(const Thread& t, uint32_t epoch);
+void check_async_readers(Thread& t, const char* verb, uint32_t offset, unsigned bytes, uint32_t word, bool whole,
+                         uintptr_t pc);
+void registers_accessed(Thread& t, uintptr_t address, unsigned bytes, bool write, uintptr_t pc);
+bool land_a_copy(Worker& w);
+void check_exit(Thread& t);
+std::string barrier_state(const Thread& t);
+
 // `verb`: what t does now, to bytes of which `epoch` is the last write, unknown to t.
 [[noreturn]] __attribute__((noinline, cold)) void report_after_write(Thread& t, const char* verb, uint32_t offset,
                                                                       unsigned bytes, uint32_t byte, uintptr_t pc) {
@@ -547,6 +613,7 @@ std::string at_offset(unsigned bytes, uint32_t offset) {
   const std::string then = library_code(w, w.shadow->written_place[byte]);
   if (agent < count)
     report("race: " + now + "; " + who(w.threads[agent]) + " wrote there at " + then + " and no barrier is between");
+  if (agent >= 2 * count) report_after_copy(w, agent, epoch & MAX_CLOCK, now, then);
   const Thread& owner = w.threads[agent - count];
   if ((epoch & MAX_CLOCK) > owner.copies_over)
     report("in flight: " + now + " while a cp.async by " + who(owner) + " to there is in flight, issued at " + then);
@@ -627,7 +694,7 @@ inline void shared_read(Thread& t, uint32_t offset, unsigned bytes, uintptr_t pc
 
 // A write by the agent and at the time of `epoch`, on behalf of t. `place` may carry ATOMIC.
 void shared_write(Thread& t, uint32_t offset, unsigned bytes, uint32_t epoch, const char* verb, uint32_t atomic,
-                  uintptr_t pc) {
+                  uintptr_t pc, bool async_proxy = false) {
   Worker& w = *t.worker;
   Shadow& shadow = *w.shadow;
   const uint32_t place = place_of(t, pc) | atomic;
@@ -637,10 +704,12 @@ void shared_write(Thread& t, uint32_t offset, unsigned bytes, uint32_t epoch, co
       if (!comes_after(t, before)) report_after_write(t, verb, offset, bytes, i, pc);
       t.proven = before;
     }
+    if (async_proxy && before && !given_to_async_proxy(t, before)) report_no_proxy_fence(t, verb, offset, bytes, i, pc);
     shadow.written[i] = epoch;
     shadow.written_place[i] = place;
   }
   each_word(offset, bytes, [&](uint32_t word, uint32_t mask) {
+    if (w.uses_hopper) check_async_readers(t, verb, offset, bytes, word, mask == 15, pc);
     if (shadow.read[word] < shadow.barrier) return;
     for (uint32_t warp = 0; warp < w.launch->block_warps; ++warp)
       for (const Readers* r = &shadow.readers[warp][word]; (r->key & MAX_CLOCK) >= shadow.barrier;
@@ -652,7 +721,9 @@ void shared_write(Thread& t, uint32_t offset, unsigned bytes, uint32_t epoch, co
         }
         if (!r->next) break;
       }
-    if (mask == 15) shadow.read[word] = 0;  // all of them are before this write
+    if (mask != 15) return;
+    shadow.read[word] = 0;  // all of them are before this write
+    for (uint32_t warp = 0; warp < w.launch->block_warps; ++warp) shadow.readers[warp][word].key = 0;
   });
 }
 
@@ -714,7 +785,10 @@ inline __attribute__((always_inline)) void plain_access(const void* pointer, uns
   Thread& t = *current;
   if (!t.checking) return;
   const auto address = reinterpret_cast<uintptr_t>(pointer);
-  if (address - reinterpret_cast<uintptr_t>(t.stack_low) < STACK_BYTES) return;
+  if (address - reinterpret_cast<uintptr_t>(t.stack_low) < STACK_BYTES) {
+    if (!t.guards.empty()) registers_accessed(t, address, bytes, WRITE, pc);
+    return;
+  }
   const uintptr_t offset = address - reinterpret_cast<uintptr_t>(t.window);
   if (offset < WINDOW_BYTES) {
     if (offset + bytes > t.shared_bytes) report_shared_bounds(t, offset, bytes, WRITE, pc);
@@ -741,6 +815,7 @@ void start_clocks(Shadow& shadow) {
 void start_checking(Worker& w) {
   Launch& launch = *w.launch;
   const bool checking = launch.config.check != 0;
+  w.agents = 2 * launch.block_threads;
   if (checking && !w.shadow) w.shadow = std::make_unique<Shadow>();
   Snapshot* none = nullptr;
   if (checking) {
@@ -749,7 +824,7 @@ void start_checking(Worker& w) {
     w.free_snapshots.clear();
     for (auto& s : w.snapshots) w.free_snapshots.push_back(s.get());
     none = new_snapshot(w);
-    memset(none->clocks, 0, 2 * launch.block_threads * sizeof(uint32_t));
+    memset(none->clocks, 0, w.agents * sizeof(uint32_t));
   }
   for (uint32_t i = 0; i < launch.block_threads; ++i) {
     Thread& t = w.threads[i];
@@ -758,7 +833,7 @@ void start_checking(Worker& w) {
     t.shared_bytes = static_cast<uint32_t>(launch.shared_bytes);
     t.reads = checking ? w.shadow->readers[i / 32] : nullptr;
     t.clock = checking ? w.shadow->now : 0;
-    t.copies_issued = t.copies_over = 0;
+    t.copies_issued = t.copies_over = t.stores_over = t.products_over = t.fenced = 0;
     t.proven = UINT32_MAX;  // no epoch
     if (checking) know(w, t, none);
   }
@@ -769,7 +844,8 @@ void start_checking(Worker& w) {
 // sometimes of another, always drawn at random.
 
 Thread* pick(Worker& w) {
-  if (!w.ready_warps) return nullptr;
+  while (!w.ready_warps)
+    if (!w.uses_hopper || !land_a_copy(w)) return nullptr;
   const uint32_t draw = w.random.next();
   uint32_t warp = w.current_warp;
   if (!(w.ready_warps >> warp & 1u) || draw >> 26 == 0) {
@@ -815,13 +891,13 @@ void wait(Thread& t, Kind kind, const Place& place) {
 }
 
 std::string waiting(const Thread& t) {
-  return who(t) + " waits at " + kind_name(t.waits) + " " + where(t.place);
+  return who(t) + " waits at " + kind_name(t.waits) + " " + where(t.place) + barrier_state(t);
 }
 
 // All wait, or have exited while others wait: says who waits where, a line for every place.
 std::string stuck(Worker& w) {
   std::string places;
-  bool diverged = false;
+  bool diverged = false, at_barrier = false;
   int lines = 0;
   const Thread* first = nullptr;
   const uint32_t count = w.launch->block_threads;
@@ -830,18 +906,21 @@ std::string stuck(Worker& w) {
     const Thread& t = w.threads[i];
     if (t.exited || told[i] || t.waits == Kind::none) continue;
     if (first && first->warp == t.warp) diverged = true;
+    at_barrier |= t.waits == Kind::mbarrier || t.waits == Kind::named_barrier;
     first = &t;
     uint32_t same = 0;
     for (uint32_t j = i; j < count; ++j) {
       const Thread& u = w.threads[j];
-      if (u.exited || u.waits != t.waits || u.place.pc != t.place.pc || u.place.site.line != t.place.site.line)
+      if (u.exited || u.waits != t.waits || u.place.pc != t.place.pc || u.place.site.line != t.place.site.line ||
+          u.barrier != t.barrier)
         continue;
       if (u.warp == t.warp || lines >= 6) told[j] = true, ++same;
     }
     if (lines++ < 8) append(places, "; %s", waiting(t).c_str());
     if (same > 1 && lines <= 8) append(places, " with %u more", same - 1);
   }
-  const char* kind = diverged            ? "divergence within a warp"
+  const char* kind = at_barrier          ? "deadlock"
+                     : diverged          ? "divergence within a warp"
                      : w.alive < count ? "divergence: some threads have exited"
                                        : "deadlock";
   return std::string(kind) + ": nobody can go on" + places;
@@ -857,7 +936,7 @@ void meet(Kind kind, uint32_t mask, uint32_t shape, const Place& place, void* op
   if (!(mask & bit))
     report(std::string("divergence: ") + who(t) + " calls " + kind_name(kind) + " with a mask that leaves it out, " +
            where(place));
-  const bool whole = kind == Kind::mma || kind == Kind::ldmatrix;
+  const bool whole = kind == Kind::mma || kind == Kind::ldmatrix || kind == Kind::stmatrix || kind >= Kind::wgmma_fence;
   if (whole && warp.existing != 0xffffffffu)
     report(std::string(kind_name(kind)) + " needs a whole warp, " + who(t) + " is in a partial one, " + where(place));
   const uint32_t members = mask & warp.existing;
@@ -939,6 +1018,7 @@ void exit_thread(Thread& t) {
   Worker& w = *t.worker;
   Warp& warp = *t.warp;
   finish_copies(t, t.copies.size());
+  if (w.uses_hopper) check_exit(t);
   for (int i = 0; i < warp.pending_count; ++i)
     if (warp.pending[i].mask >> t.lane & 1u) {
       const Thread& other = w.threads[warp.index * 32 + static_cast<uint32_t>(__builtin_ctz(warp.pending[i].arrived))];
@@ -961,6 +1041,7 @@ void start_block(Worker& w, uint64_t linear) {
                    static_cast<uint32_t>(linear / launch.grid.x / launch.grid.y)};
   w.random.seed(launch.config.seed * 0x100000001b3u ^ linear);
   memset(w.window, 0xff, launch.shared_bytes);  // NaN in every format
+  w.uses_hopper = false;
   start_checking(w);
   w.alive = launch.block_threads;
   w.sleeps = 0;
@@ -989,6 +1070,9 @@ void start_block(Worker& w, uint64_t linear) {
     t.copies.clear();
     t.groups.clear();
     t.copies_done = t.groups_done = 0;
+    t.barrier = t.store_groups = 0;
+    t.stores.clear();
+    t.guards.clear();
     t.sp = fresh_stack(t.stack_high);
   }
 }
@@ -1533,6 +1617,8 @@ void cp_async_wait_all() {
   t.groups.clear();
   t.groups_done = t.copies_done = 0;
 }
+
+#include "hopper.cpp"
 
 namespace {
 
