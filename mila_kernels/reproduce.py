@@ -248,7 +248,10 @@ def _run_one(
     elif cases := _failed_cases(folder, before):
         problem = results.clean(f"{len(cases)} failed: {'; '.join(cases)}")
         _mark_failed(target, problem)
-    _export_html(target)
+    try:
+        _export_html(target)
+    except Exception as caught:  # the page is missing, the notebooks after it are not
+        problem = problem or f"executed, but not exported as HTML: {_one_line(caught)}"
     rows = "; ".join(f"{table} {count}" for table, count in _new_rows(before, _row_counts(folder)).items())
     status = "failed" if problem else "ok"
     return _outcome(run_id, path, status, seconds=seconds, cells_run=cells_run, cells=cells, rows=rows, error=problem)
@@ -403,12 +406,21 @@ def _export_html(target: Path) -> None:
 
     if not target.exists():
         return
-    exporter = HTMLExporter(embed_images=True, require_js_url="", jquery_url="", mathjax_url="", mermaid_js_url="")
+    exporter = HTMLExporter(
+        embed_images=True, require_js_url="", jquery_url="", mathjax_url="", mermaid_js_url="",
+        extra_template_basedirs=_template_folders(),
+    )  # fmt: skip
     exporter.log.setLevel("ERROR")  # it warns of images without a description, which they get below
     body, _ = exporter.from_filename(str(target))
     title = html.escape(heading(target)[0], quote=True)
     body = body.replace('alt="No description has been provided for this image"', f'alt="chart of {title}"')
     target.with_suffix(".html").write_text(body, encoding="utf-8")
+
+
+def _template_folders() -> list[str]:
+    """Where nbconvert's templates lie besides its own search path: beside the packages of ``pip install --target``."""
+    folders = (Path(entry) / "share" / "jupyter" / "nbconvert" / "templates" for entry in sys.path if entry)
+    return [str(folder) for folder in folders if folder.is_dir()]
 
 
 def charts(path: Path) -> list[str]:
