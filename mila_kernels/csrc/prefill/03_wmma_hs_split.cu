@@ -1,11 +1,12 @@
-// Change: both products on tensor cores through WMMA, the head dim split over 8 warps. A warp multiplies its own columns
-//   of Q and K, the partial scores are summed through shared memory, one warp takes the softmax of the 16 rows, and a
-//   warp multiplies P with its own columns of V. O lives in shared memory, because a WMMA fragment hides which rows a
-//   thread holds and each row has its own rescale.
-// Prediction: the scalar steps issue one load an FMA; a fragment load feeds 16 x 16 x 16 of them. At least twice as fast,
-//   held back by one block an SM, the round trip of O through shared memory at every tile, and a copy that nothing hides.
-// Measured: H200, 2026-11-29, prefill/published-instance: 2.88 ms, 3.5 times faster than step 02 (10.0 ms); published on an
-//   RTX 4070: 2.2 times.
+// Change: both products on tensor cores through WMMA, the head dim split over 8 warps. A warp multiplies its own
+//   columns of Q and K, the partial scores are summed through shared memory, one warp takes the softmax of the 16 rows,
+//   and a warp multiplies P with its own columns of V. O lives in shared memory, because a WMMA fragment hides which
+//   rows a thread holds and each row has its own rescale.
+// Prediction: the scalar steps issue one load an FMA; a fragment load feeds 16 x 16 x 16 of them. At least twice as
+//   fast, held back by one block an SM, the round trip of O through shared memory at every tile, and a copy that
+//   nothing hides.
+// Measured: H200, 2026-11-29, prefill/published-instance: 2.88 ms, 3.5 times faster than step 02 (10.0 ms); published
+//   on an RTX 4070: 2.2 times.
 // Verdict: Kept. The load instructions were the wall; now the copy of each tile and the round trip of O are.
 // Head dims: 64 128 256 512
 // Alignment: 16

@@ -1,10 +1,10 @@
 // Change: O in registers. PV goes through mma.sync.m16n8k16, whose fragment layout is documented: a thread knows which
 //   two rows its accumulators hold and rescales them itself. Scores still come from WMMA.
-// Prediction: reading, rescaling and writing O at every tile (130 KB of shared memory traffic at head dim 512, twice what
-//   K and V take) is gone and shared memory falls from 91 to 57 KB: 1.5 to 2 times faster.
+// Prediction: reading, rescaling and writing O at every tile (130 KB of shared memory traffic at head dim 512, twice
+//   what K and V take) is gone and shared memory falls from 91 to 57 KB: 1.5 to 2 times faster.
 // Measured: H200, 2026-11-29, prefill/published-instance: 2.50 ms, 1.15 times faster; published: 1.77 times.
-// Verdict: Kept, though it brought less than predicted: two blocks an SM already hid part of O's traffic here, and what is
-//   left is the wait for K and V, which the next step removes.
+// Verdict: Kept, though it brought less than predicted: two blocks an SM already hid part of O's traffic here, and what
+//   is left is the wait for K and V, which the next step removes.
 // Head dims: 64 128 256 512
 // Alignment: 16
 #include "../ptx.cuh"

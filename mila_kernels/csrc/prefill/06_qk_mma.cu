@@ -1,10 +1,10 @@
-// Change: QK^T through mma.sync too, with Q in registers. The sum over the warps' partial scores moves into the softmax,
-//   which one warp does: 16 lanes, a row each. One barrier a tile less.
+// Change: QK^T through mma.sync too, with Q in registers. The sum over the warps' partial scores moves into the
+//   softmax, which one warp does: 16 lanes, a row each. One barrier a tile less.
 // Prediction: the tensor work is the same. The sum of 8 partials for 512 scores now runs on 16 lanes while the rest of
 //   the block waits: 4,096 loads from shared memory in 256 dependent steps, where 256 threads took 16. Slower by half.
 // Measured: H200, 2026-11-29, prefill/published-instance: 1.62 ms, 12% slower; published: 57% slower.
-// Verdict: Slower, kept as the ablation. The serial softmax is the critical path; it costs less here because two blocks share
-//   an SM and one computes while 16 lanes of the other sum. The published card held one block.
+// Verdict: Slower, kept as the ablation. The serial softmax is the critical path; it costs less here because two blocks
+//   share an SM and one computes while 16 lanes of the other sum. The published card held one block.
 // Head dims: 64 128 256 512
 // Alignment: 16
 #include "../ptx.cuh"

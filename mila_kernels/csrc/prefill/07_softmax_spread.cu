@@ -1,9 +1,9 @@
-// Change: the softmax spread over all warps: a warp takes 2 of the 16 rows, 16 lanes a row, 2 keys a lane, and the lanes
-//   find maximum and sum by shuffles. The state of a row stays in the registers of its lanes.
+// Change: the softmax spread over all warps: a warp takes 2 of the 16 rows, 16 lanes a row, 2 keys a lane, and the
+//   lanes find maximum and sum by shuffles. The state of a row stays in the registers of its lanes.
 // Prediction: the block's serial part shrinks from 256 dependent loads to 16, and 32 exponentials to 2: this, not the
 //   products, was the critical path, so more than the whole loss of the step before comes back.
-// Measured: H200, 2026-11-29, prefill/published-instance: 0.909 ms, 1.78 times faster than step 06 and 1.58 than step 05;
-//   published: 1.11 times faster than step 05.
+// Measured: H200, 2026-11-29, prefill/published-instance: 0.909 ms, 1.78 times faster than step 06 and 1.58 than step
+//   05; published: 1.11 times faster than step 05.
 // Verdict: Kept. The softmax was the critical path: with it spread, two blocks overlap everything else.
 // Head dims: 64 128 256 512
 // Alignment: 16

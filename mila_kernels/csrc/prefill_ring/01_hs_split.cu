@@ -1,7 +1,7 @@
-// Change: the head dim split over 8 warps, as at head dim 512 (prefill/08_ldmatrix), with ring addressing: the block walks
-//   positions, and a row is read from slot position % capacity.
-// Prediction: the modulus is one comparison a row. At head dim 256 a warp has only 32 columns, so the barriers and the sum
-//   of the partial scores weigh twice what they do at 512.
+// Change: the head dim split over 8 warps, as at head dim 512 (prefill/08_ldmatrix), with ring addressing: the block
+//   walks positions, and a row is read from slot position % capacity.
+// Prediction: the modulus is one comparison a row. At head dim 256 a warp has only 32 columns, so the barriers and the
+//   sum of the partial scores weigh twice what they do at 512.
 // Measured: not yet.
 // Verdict: not yet.
 // Head dims: 64 128 256 512
@@ -25,8 +25,8 @@ struct Smem {
   float row_sum[Br], rescale[Br];
 };
 
-// Starts the copy of the rows from `first` on, of a ring of `capacity` rows, and of zeros after `count` rows: 0 times what
-// was there must be 0. One group.
+// Starts the copy of the rows from `first` on, of a ring of `capacity` rows, and of zeros after `count` rows: 0 times
+// what was there must be 0. One group.
 template <typename T, int HS>
 DEVICE void load_tile_async(T (&tile)[Bc][HS + PAD], const void* base, const int64_t (&stride)[3], int batch, int first,
                             int head, int count, int capacity) {
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) prefill_ring_hs_split(cons
   Smem<T, HS>& smem = dynamic_smem<Smem<T, HS>>();
 
   const int position = first_position(args, batch) + first_query;
-  const KeyRange block_keys = {visible_positions(args, position).begin, visible_positions(args, position + rows - 1).end};
+  const KeyRange block_keys = {visible_positions(args, position).begin,
+                               visible_positions(args, position + rows - 1).end};
   load_tile_async<T, HS>(smem.v, args.q, args.q_stride, batch, first_query, head, rows, args.q_len);
   if (block_keys.begin < block_keys.end)
     load_tile_async<T, HS>(smem.k, args.k, args.k_stride, batch, block_keys.begin % args.capacity, kv_head,

@@ -1,10 +1,10 @@
-// Change: rows split over the warps, as in FlashAttention-2: at head dim 256 a warp holds O of 16 rows in its registers,
-//   and Q too, so scores, softmax and P never leave them. The query heads of a KV head are packed into the rows of a
-//   block; K and V come two tiles ahead into swizzled buffers; one exponential a score, with the scale folded into its
-//   argument; O is rescaled only when a maximum grew by more than 2^8; only the band's edge tiles are masked.
-// Prediction: one barrier a tile in place of three, no partial scores. A warp reads all of K and V from shared memory: 64
-//   KB a tile of 32 keys and 64 rows at 128 bytes a clock is as long as its products on mma.sync, so about two thirds of
-//   that rate: 300 TFLOP/s on the H200, over four times the step before.
+// Change: rows split over the warps, as in FlashAttention-2: at head dim 256 a warp holds O of 16 rows in its
+//   registers, and Q too, so scores, softmax and P never leave them. The query heads of a KV head are packed into the
+//   rows of a block; K and V come two tiles ahead into swizzled buffers; one exponential a score, with the scale folded
+//   into its argument; O is rescaled only when a maximum grew by more than 2^8; only the band's edge tiles are masked.
+// Prediction: one barrier a tile in place of three, no partial scores. A warp reads all of K and V from shared memory:
+//   64 KB a tile of 32 keys and 64 rows at 128 bytes a clock is as long as its products on mma.sync, so about two
+//   thirds of that rate: 300 TFLOP/s on the H200, over four times the step before.
 // Measured: not yet.
 // Verdict: not yet.
 // Head dims: 64 128 256
@@ -32,8 +32,8 @@ union Smem {
   T o[Br][HS];  // after the last
 };
 
-// Where the 16-byte vector at `column` of a row is kept, so that neighbouring rows of one column lie in different banks.
-// Exclusive ors compose: swizzle(a + b, column) is swizzle(a, swizzle(b, column)) where a and b share no bit.
+// Where the 16-byte vector at `column` of a row is kept, so that neighbouring rows of one column lie in different
+// banks. Exclusive ors compose: swizzle(a + b, column) is swizzle(a, swizzle(b, column)) where a and b share no bit.
 DEVICE int swizzle(int row, int column) { return column ^ (row % 8 * 8); }
 
 // The address that ldmatrix.x4 takes for the 16 x 16 part at `row` and `column` of a tile, from the lane's for (0, 0).
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   constexpr int VECTORS = HS / 8;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int g = lane / 4, t = lane % 4;  // an accumulator holds rows g and g + 8, columns 2t and 2t + 1
-  // The lane's row and column of a 16 x 16 part for ldmatrix.x4, so that the registers of a fragment follow one another:
-  // A, or B from rows that are its own, and B from rows that are its columns.
+  // The lane's row and column of a 16 x 16 part for ldmatrix.x4, so that the registers of a fragment follow one
+  // another: A, or B from rows that are its own, and B from rows that are its columns.
   const int part_row = lane % 16, part_column = lane / 16 * 8;
   const int key_row = lane / 16 * 8 + lane % 8, key_column = lane / 8 % 2 * 8;
   const int kv_head = blockIdx.x % args.kv_heads, batch = blockIdx.z, group = args.q_heads / args.kv_heads;
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   cp_async_wait_all();
   __syncthreads();
   uint32_t q_regs[HS / 16][4];
-  const uint32_t sign = args.scale < 0.0f ? 0x80008000u : 0u;  // the maximum is taken before the scale, which must be > 0
+  // The maximum is taken of unscaled scores, so that the scale must be positive: Q takes its sign.
+  const uint32_t sign = args.scale < 0.0f ? 0x80008000u : 0u;
 #pragma unroll
   for (int k = 0; k < HS / 16; ++k) {
     const int r = warp * 16 + part_row;
@@ -93,7 +94,8 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   const char* k_column = reinterpret_cast<const char*>(row<T>(args.k, args.k_stride, batch, 0, kv_head) + copy_column);
   const char* v_column = reinterpret_cast<const char*>(row<T>(args.v, args.v_stride, batch, 0, kv_head) + copy_column);
   const uint32_t copy_address = smem_u32(&tiles.k[0][copy_row][swizzle(copy_row, copy_column)]);
-  const uint32_t k_bytes = static_cast<uint32_t>(args.k_stride[1]) * 2, v_bytes = static_cast<uint32_t>(args.v_stride[1]) * 2;
+  const uint32_t k_bytes = static_cast<uint32_t>(args.k_stride[1]) * 2;  // a slot
+  const uint32_t v_bytes = static_cast<uint32_t>(args.v_stride[1]) * 2;
   int copy_tile = block_keys.begin;
   uint32_t copy_slot = (copy_tile + copy_row) % args.capacity;
   const auto copy_next_tiles = [&](int stage) {  // one group, empty after the last tile

@@ -1,7 +1,7 @@
-// Change: 128 rows and 64 keys a tile, Q in shared memory, and QK^T of the next tile between the products of PV of this one,
-//   so that a warp has eight chains of scores and all of O's under way at once.
-// Prediction: K and V are copied half as often, and the four chains of scores that a warp waited for at every fragment are
-//   gone; Q is read again for every tile (an eighth more from shared memory). 10 to 15% faster.
+// Change: 128 rows and 64 keys a tile, Q in shared memory, and QK^T of the next tile between the products of PV of this
+//   one, so that a warp has eight chains of scores and all of O's under way at once.
+// Prediction: K and V are copied half as often, and the four chains of scores that a warp waited for at every fragment
+//   are gone; Q is read again for every tile (an eighth more from shared memory). 10 to 15% faster.
 // Measured: not yet.
 // Verdict: not yet.
 // Architectures: sm_90a sm_100a
@@ -23,8 +23,8 @@ struct Smem {
   T v[STAGES][Bc][HS];
 };
 
-// Where the 16-byte vector at `column` of a row is kept, so that neighbouring rows of one column lie in different banks.
-// Exclusive ors compose: swizzle(a + b, column) is swizzle(a, swizzle(b, column)) where a and b share no bit.
+// Where the 16-byte vector at `column` of a row is kept, so that neighbouring rows of one column lie in different
+// banks. Exclusive ors compose: swizzle(a + b, column) is swizzle(a, swizzle(b, column)) where a and b share no bit.
 DEVICE int swizzle(int row, int column) { return column ^ (row % 8 * 8); }
 
 // The address that ldmatrix.x4 takes for the 16 x 16 part at `row` and `column` of a tile, from the lane's for (0, 0).
@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) prefill_ring_wide_tiles(const 
   constexpr int VECTORS = HS / 8;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int g = lane / 4, t = lane % 4;  // an accumulator holds rows g and g + 8, columns 2t and 2t + 1
-  // The lane's row and column of a 16 x 16 part for ldmatrix.x4, so that the registers of a fragment follow one another:
-  // A, or B from rows that are its own, and B from rows that are its columns.
+  // The lane's row and column of a 16 x 16 part for ldmatrix.x4, so that the registers of a fragment follow one
+  // another: A, or B from rows that are its own, and B from rows that are its columns.
   const int part_row = lane % 16, part_column = lane / 16 * 8;
   const int key_row = lane / 16 * 8 + lane % 8, key_column = lane / 8 % 2 * 8;
   const int kv_head = blockIdx.x % args.kv_heads, batch = blockIdx.z, group = args.q_heads / args.kv_heads;
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) prefill_ring_wide_tiles(const 
   const auto token = [&](int r) { return (first_row + min(r, rows - 1)) / group; };
   const auto head = [&](int r) { return kv_head * group + (first_row + min(r, rows - 1)) % group; };
 
-  const uint32_t sign = args.scale < 0.0f ? 0x80008000u : 0u;  // the maximum is taken before the scale, which must be > 0
+  // The maximum is taken of unscaled scores, so that the scale must be positive: Q takes its sign.
+  const uint32_t sign = args.scale < 0.0f ? 0x80008000u : 0u;
   for (int i = threadIdx.x; i < Br * VECTORS; i += WARPS * WARP) {
     const int r = i / VECTORS, column = i % VECTORS * 8;
     uint4 q = *reinterpret_cast<const uint4*>(row<T>(args.q, args.q_stride, batch, token(r), head(r)) + column);
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) prefill_ring_wide_tiles(const 
   const char* k_column = reinterpret_cast<const char*>(row<T>(args.k, args.k_stride, batch, 0, kv_head) + copy_column);
   const char* v_column = reinterpret_cast<const char*>(row<T>(args.v, args.v_stride, batch, 0, kv_head) + copy_column);
   const uint32_t copy_address = smem_u32(&smem.k[0][copy_row][swizzle(copy_row, copy_column)]);
-  const uint32_t k_bytes = static_cast<uint32_t>(args.k_stride[1]) * 2, v_bytes = static_cast<uint32_t>(args.v_stride[1]) * 2;
+  const uint32_t k_bytes = static_cast<uint32_t>(args.k_stride[1]) * 2;  // a slot
+  const uint32_t v_bytes = static_cast<uint32_t>(args.v_stride[1]) * 2;
   const auto copy_tile = [&](int tile, uint32_t slot_of_tile, uint32_t to, const char* column, uint32_t slot_bytes) {
     if (tile >= block_keys.end) return;
     const int live = block_keys.end - tile - copy_row;  // of the rows from the thread's first on
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) prefill_ring_wide_tiles(const 
   // Values, and the keys of the tile after them.
   uint32_t slot = block_keys.begin % args.capacity;
   const auto copy_pair = [&](int tile, int stage) {
-    const uint32_t next_slot = min(slot + Bc, slot + Bc - args.capacity);  // where there is one, the ring is larger than Bc
+    const uint32_t next_slot = min(slot + Bc, slot + Bc - args.capacity);  // if there is one, capacity > Bc
     copy_tile(tile + Bc, next_slot, copy_address + (stage ^ 1) * TILE_BYTES, k_column, k_bytes);
     copy_tile(tile, slot, copy_address + (STAGES + stage) * TILE_BYTES, v_column, v_bytes);
     cp_async_commit_group();

@@ -4,9 +4,9 @@
 #include "../prefill/args.cuh"
 
 // q and o [batch, q_len, q_heads, head_dim], k and v [batch, capacity, kv_heads, head_dim]: rings in which position p
-// lives in slot p % capacity, each with its strides in elements and a contiguous head dim; lse [batch, q_heads, q_len] in
-// natural log, or null. Query i sits at position length - q_len + i and sees the keys of
-// [max(0, position - window + 1), position]. The caller sees to it that the ring has them all: q_len + window - 1 slots.
+// lives in slot p % capacity, each with its strides in elements and a contiguous head dim; lse [batch, q_heads, q_len]
+// in natural log, or null. Query i sits at position length - q_len + i and sees the keys of [max(0, position - window +
+// 1), position]. The caller sees to it that the ring has them all: q_len + window - 1 slots.
 struct PrefillRingArgs {
   const void* q;
   const void* k;
