@@ -5,6 +5,7 @@
     o = mk.prefill(q, k, v)                        # q [B, Tq, Hq, D], k and v [B, Tk, Hkv, D]
     o = mk.decode(q, mk.PagedCache(...), lengths)  # one to eight new tokens over a cache
     y = mk.matvec_fp4(x, mk.quantize_fp4(w))       # x [M, K], w [N, K]
+    y = mk.gemm_w4a8(x, mk.quantize_fp4(w))        # the same for many rows
 
     mk.steps.steps("prefill")                      # the ladder
     print(mk.diff("prefill/01", "prefill/02"))     # what one step changed
@@ -18,6 +19,7 @@ from .attention import prefill
 from .build import KernelError, emulation
 from .cache import ContiguousCache, PagedCache, RingCache
 from .decode import decode, merge
+from .gemm import gemm_w4a8, quantize_activations
 from .linear import Fp4Weight, Fp8Weight, load_weight, matvec_fp4, matvec_fp8, quantize_fp4, quantize_fp8
 from .parity import check
 from .shapes import Geometry, Workload, geometry, workload, workloads
@@ -37,12 +39,14 @@ __all__ = [
     "decode",
     "diff",
     "emulation",
+    "gemm_w4a8",
     "geometry",
     "load_weight",
     "matvec_fp4",
     "matvec_fp8",
     "merge",
     "prefill",
+    "quantize_activations",
     "quantize_fp4",
     "quantize_fp8",
     "step",

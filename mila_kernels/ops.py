@@ -260,6 +260,40 @@ def _matvec_bound(w: Workload) -> float:
     return {"bf16": 2e-3, "fp16": 3e-4}[w.dtype]
 
 
+def _gemm_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, Any]:
+    """A pair of codes and scales in place of the activations: of the product alone is the time, and the error too."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weight = linear.quantize_fp4(_weight(w, generator, device))
+    x_codes, x_scales = reference.quantize_activations(_activations(w, generator, device))
+    return {"w": weight, "x_codes": x_codes, "x_scales": x_scales}
+
+
+def _run_gemm(
+    x_codes: torch.Tensor, x_scales: torch.Tensor, w: linear.Fp4Weight, step: str | Step | None = None, **inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    return (gemm.gemm_w4a8((x_codes, x_scales), w, step=step, **inputs),)
+
+
+def _reference_gemm(
+    x_codes: torch.Tensor, x_scales: torch.Tensor, w: linear.Fp4Weight, bias: torch.Tensor | None = None, **_: Any
+) -> tuple[torch.Tensor, ...]:
+    x = x_codes.double() * x_scales.double()[:, None]
+    return (reference.matvec(x, w.dequantize(torch.float32), bias),)
+
+
+def _gemm_bytes(w: Workload) -> float:
+    """Codes and FP32 scales of both matrices, and y."""
+    return w.n * w.k * (0.5 + 4 / linear.KERNEL_GROUP) + w.m * (w.k + 4.0 + 2.0 * w.n)
+
+
+def _gemm_bound(w: Workload) -> float:
+    """Rounding of the output, 1.65e-3 of it in BF16 (half a unit in the last place of a few outputs), and a little for
+    the tensor cores' sums of 128, which are kept to some 13 bits."""
+    if w.m * w.n < 1024:
+        return 2.0**-8
+    return 1.8e-3
+
+
 OPS: dict[str, Op] = {
     "prefill": Op(
         "prefill", _attention_inputs, _run_prefill, _reference_attention,
@@ -270,6 +304,9 @@ OPS: dict[str, Op] = {
     ),
     "matvec_fp8": Op(
         "matvec_fp8", _fp8_inputs, _run_matvec_fp8, _reference_matvec, _matvec_flops, _fp8_bytes, _matvec_bound
+    ),
+    "gemm_w4a8": Op(
+        "gemm_w4a8", _gemm_inputs, _run_gemm, _reference_gemm, _matvec_flops, _gemm_bytes, _gemm_bound
     ),
     "decode": Op(
         "decode", _decode_inputs, _run_decode, _reference_decode, _decode_flops, _decode_bytes, _decode_bound

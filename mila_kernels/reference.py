@@ -127,6 +127,13 @@ def matvec(
     return y if bias is None else y + bias.double()
 
 
+def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations [M, K] to E4M3 [M, K] with an FP32 scale a token, absmax / 448 and never below 2^-126."""
+    scales = (x.float().abs().amax(1) / 448).clamp_min(2.0**-126)
+    codes = (x.float() * (1 / scales)[:, None]).clamp(-448, 448)
+    return codes.to(torch.float8_e4m3fn), scales
+
+
 def decode(
     q: torch.Tensor,
     cache: Cache,

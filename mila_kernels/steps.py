@@ -22,7 +22,7 @@ DTYPES = ("bf16", "fp16")
 ALIGNMENT = 16
 
 _REQUIRED = ("Change", "Prediction", "Measured", "Verdict")
-_OPTIONAL = ("Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment")
+_OPTIONAL = ("Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound")
 _FILE_NAME = re.compile(r"(\d+)_(\w+)\.cu")
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)([af]?)")
 _DROPPED = ("failed", "rejected", "slower", "dropped", "ablation")
@@ -34,7 +34,8 @@ class Step:
 
     ``op`` and ``name`` make the ``id`` (``prefill/01_scalar``); ``path`` is the CUDA source. ``predecessor`` is the id
     of the step that it changes, or None. ``spills`` is the reason for declared register spilling, or "".
-    ``alignment`` is in bytes: what the addresses and strides of its tensors must be multiples of.
+    ``alignment`` is in bytes: what the addresses and strides of its tensors must be multiples of. ``bound`` is the
+    relative L2 error that a step declares for itself, with its reason, where it cannot hold its op's; else None.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Step:
     head_dims: tuple[int, ...] = HEAD_DIMS
     dtypes: tuple[str, ...] = DTYPES
     alignment: int = ALIGNMENT
+    bound: float | None = None
 
     @property
     def id(self) -> str:
@@ -174,6 +176,7 @@ def from_file(path: Path, op: str | None = None) -> Step:
         head_dims=tuple(_number(path, "Head dims", x) for x in _list(path, fields, "Head dims", map(str, HEAD_DIMS))),
         dtypes=_list(path, fields, "Dtypes", DTYPES),
         alignment=_number(path, "Alignment", fields.get("Alignment", str(ALIGNMENT))),
+        bound=_bound(path, fields["Bound"]) if "Bound" in fields else None,
     )
 
 
@@ -343,6 +346,14 @@ def _number(path: Path, key: str, text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError(f"{path}: '// {key}:' {text!r} must be a positive integer")
     return int(text)
+
+
+def _bound(path: Path, text: str) -> float:
+    """The number in "4e-2, and why"."""
+    match = re.fullmatch(r"(\d[\d.]*(?:e-?\d+)?),\s+\S.*", text)
+    if not match or not 0 < float(match[1]) < 1:
+        raise ValueError(f"{path}: '// Bound:' {text!r} must be an error below 1 and its reason: 4e-2, weights are rounded")
+    return float(match[1])
 
 
 def _answers_to(step: Step, name: str) -> bool:
