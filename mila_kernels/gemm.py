@@ -311,7 +311,7 @@ def _laid_out(w: Fp4Weight, layout: str) -> Pair:
 
 
 def _blocks(w: Fp4Weight) -> torch.Tensor:
-    """uint8 ``[k / 128, n / 64, BLOCK_BYTES]``: 64 rows by 128 columns as the A operands of four m64k32, then 64 scales.
+    """uint8 ``[k / 128, n / 64, BLOCK_BYTES]``: 64 rows by 128 columns as A operands of four m64k32, then 64 scales.
 
     Thread t of a warpgroup finds its 64 codes in the 16 bytes at 16 t and at 2048 + 16 t. A word holds, for one
     k-step's 4 columns from 4 (t % 4) or from 16 more, the codes of rows g and g + 8, folded so that five operations
@@ -337,7 +337,7 @@ def _blocks(w: Fp4Weight) -> torch.Tensor:
 
 
 def _fold(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte: of the first, sign, exponent and mantissa where E4M3 has them; the second's in the bits between.
+    """Two codes a byte: of the first, sign, exponent and mantissa where E4M3 has them; the second's between them.
 
     A code is s e1 e0 m. The byte is, from bit 7: s1, e1 of 2, s2, e1, e0, m of 1, e0, m of 2.
     """

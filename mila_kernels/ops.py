@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import attention, cache, linear, outputs, prefill_ring, reference
+from . import attention, cache, gemm, linear, outputs, prefill_ring, reference
 from .decode import decode
 from .shapes import Workload
 from .steps import Step

@@ -352,7 +352,7 @@ def _bound(path: Path, text: str) -> float:
     """The number in "4e-2, and why"."""
     match = re.fullmatch(r"(\d[\d.]*(?:e-?\d+)?),\s+\S.*", text)
     if not match or not 0 < float(match[1]) < 1:
-        raise ValueError(f"{path}: '// Bound:' {text!r} must be an error below 1 and its reason: 4e-2, weights are rounded")
+        raise ValueError(f"{path}: '// Bound:' {text!r} must be an error below 1 and why: 4e-2, weights are rounded")
     return float(match[1])
 
 

@@ -173,7 +173,7 @@ def test_tokens_of_any_magnitude(step: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_scratch_is_not_stale_and_guards_stay(step: str, device: torch.device) -> None:
-    """Different activations in the same buffers, more rows after fewer, no rows; nothing outside outputs and scratch."""
+    """Other activations in the same buffers, more rows after fewer, no rows; nothing outside outputs and scratch."""
     skip_unless_it_runs(step, device)
     w, buffer = weight(64, 256, 1).to(device), torch.empty(50, 256, dtype=BF16, device=device)
     for m, seed in ((20, 1), (20, 2), (50, 3), (0, 4), (7, 5)):
