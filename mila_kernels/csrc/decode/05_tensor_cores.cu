@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(WARPS* WARP) decode_tensor_cores(const DecodeA
     if (item < items) {
       const bool is_v = item % 2;
       copy_tile<G>(smem.stages[item % STAGES], args, is_v ? args.v : args.k, is_v ? args.v_stride : args.k_stride,
-                        kv_head, tile, keys, place);
+                   kv_head, tile, keys, place);
       if (is_v && item + 1 < items) place = find_tile<Bc>(args, batch, tile + Bc, keys, lost);
     }
     cp_async_commit_group();

@@ -10,10 +10,8 @@
 #include "merge.cuh"
 #include "tiles.cuh"
 
-constexpr int STAGE_BYTES = 96 * 1024;  // of two blocks an SM
-template <int HS>
-constexpr int WARPS = HS / 16 < 8 ? HS / 16 : 8;  // a warp owns at least 16 columns of V
-// A lane keeps its part of Q in 32 registers: 16 rows of E4M3 at head dim 512 leave room for that in smaller tiles only.
+constexpr int WARPS = 4, STAGE_BYTES = 96 * 1024;  // of two blocks an SM
+// A lane keeps its part of Q in 64 registers: 16 rows of E4M3 at head dim 512 leave room for that in smaller tiles only.
 template <typename KV, int HS, int NT>
 constexpr int TILE_BYTES = (sizeof(KV) == 1 && HS == 512 && NT == 2 ? 16 : 32) * 1024;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
@@ -34,8 +32,8 @@ struct Smem {
 };
 
 template <typename KV, int HS, int NT>
-__global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const DecodeArgs args) {
-  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>;
+__global__ void __launch_bounds__(WARPS* WARP, 2) decode_in_flight(const DecodeArgs args) {
+  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS>;
   constexpr int Bc = G::Bc;
   constexpr float TOP = std::is_same_v<Product<KV>, fp16> ? P_BITS : 0.0f;
   constexpr uint32_t ONES = std::is_same_v<Product<KV>, fp16> ? 0x3c003c00u : 0x3f803f80u;
@@ -60,7 +58,7 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const Dec
     if (item < items) {
       const bool is_v = item % 2;
       copy_tile<G>(smem.stages[item % STAGES<G>], args, is_v ? args.v : args.k, is_v ? args.v_stride : args.k_stride,
-                        kv_head, tile, keys, place);
+                   kv_head, tile, keys, place);
       if (is_v && item + 1 < items) place = find_tile<Bc>(args, batch, tile + Bc, keys, lost);
     }
     cp_async_commit_group();
@@ -186,8 +184,8 @@ __global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_in_flight(const Dec
 
 template <typename KV, int HS, int NT>
 const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
-  const char* error = launch(decode_in_flight<KV, HS, NT>, row_grid(args, args.splits), WARPS<HS> * WARP,
-                             sizeof(Smem<Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>, NT>), stream, args);
+  const char* error = launch(decode_in_flight<KV, HS, NT>, row_grid(args, args.splits), WARPS * WARP,
+                             sizeof(Smem<Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS>, NT>), stream, args);
   return error ? error : launch_merge<HS>(args, stream);
 }
 

@@ -10,26 +10,13 @@
 #include "schedule.cuh"
 #include "tiles.cuh"
 
-constexpr int STAGE_BYTES = 96 * 1024;  // of two blocks an SM
-template <int HS>
-constexpr int WARPS = HS / 16 < 8 ? HS / 16 : 8;  // a warp owns at least 16 columns of V
-// A lane keeps its part of Q in 32 registers: 16 rows of E4M3 at head dim 512 leave room for that in smaller tiles only.
-template <typename KV, int HS, int NT>
-constexpr int TILE_BYTES = (sizeof(KV) == 1 && HS == 512 && NT == 2 ? 16 : 32) * 1024;
+constexpr int TILE_BYTES = 32 * 1024, STAGES = 2, WARPS = 4;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
-
-template <typename G>
-constexpr int STAGES = STAGE_BYTES / static_cast<int>(sizeof(Tile<G>)) < 8 ? STAGE_BYTES / sizeof(Tile<G>) : 8;
 
 template <typename G, int NT>
 struct Smem {
-  union {
-    Tile<G> stages[STAGES<G>];  // K and V of a tile in turn
-    struct {
-      Tile<G> in_flight[STAGES<G> - 1];
-      Queries<G, NT> queries;  // until the last stage is needed
-    };
-  };
+  Tile<G> stages[STAGES];  // K and V of a tile in turn
+  Queries<G, NT> queries;
   float s[G::PARTS][8 * NT][G::Bc + 4];
 };
 
@@ -59,24 +46,14 @@ DEVICE void decode_piece(Smem<G, NT>& smem, const DecodeArgs& args, Piece piece)
     const int tile = (first_tile + item / 2) * Bc;
     if (item < items) {
       const bool is_v = item % 2;
-      copy_tile<G>(smem.stages[item % STAGES<G>], args, is_v ? args.v : args.k, is_v ? args.v_stride : args.k_stride,
-                        kv_head, tile, keys, place);
+      copy_tile<G>(smem.stages[item % STAGES], args, is_v ? args.v : args.k, is_v ? args.v_stride : args.k_stride,
+                   kv_head, tile, keys, place);
       if (is_v && item + 1 < items) place = find_tile<Bc>(args, batch, tile + Bc, keys, lost);
     }
     cp_async_commit_group();
   };
-  for (int item = 0; item < STAGES<G> - 1; ++item) load(item);
+  for (int item = 0; item < STAGES - 1; ++item) load(item);
   load_queries<G, NT>(smem.queries, args, batch, kv_head, first_row);
-  __syncthreads();
-  const int first_key = warp % (Bc / 16) * 16, part = warp / (Bc / 16);
-  uint2 q_regs[G::STEPS][NT];
-  float q_scale[NT];
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    q_scale[n] = smem.queries.scale[n * 8 + g];
-#pragma unroll
-    for (int step = 0; step < G::STEPS; ++step) q_regs[step][n] = smem.queries.fragments[part * G::STEPS + step][n][lane];
-  }
 
   // A lane of the softmax holds keys of row g of each n; a lane of the products holds rows 2t and 2t + 1.
   float row_max[NT], row_sum[NT][4] = {}, o_regs[G::M_TILES][NT][4] = {};
@@ -84,16 +61,18 @@ DEVICE void decode_piece(Smem<G, NT>& smem, const DecodeArgs& args, Piece piece)
   for (int n = 0; n < NT; ++n) row_max[n] = -INFINITY;
 
   for (int item = 0; item < items; ++item) {
-    cp_async_wait_group<STAGES<G> - 2>();
+    cp_async_wait_group<STAGES - 2>();
     __syncthreads();  // this item is there for all, and the last one has been read
-    load(item + STAGES<G> - 1);
-    const Tile<G>& tile_smem = smem.stages[item % STAGES<G>];
+    load(item + STAGES - 1);
+    const Tile<G>& tile_smem = smem.stages[item % STAGES];
     const int tile = (first_tile + item / 2) * Bc;
 
     if (item % 2 == 0) {
+      const int first_key = warp % (Bc / 16) * 16, part = warp / (Bc / 16);
       float s_regs[NT][4];
-      multiply_keys<G, NT>(s_regs, tile_smem, first_key, part * G::STEPS,
-                           [&](int step, int n) { return q_regs[step][n]; });
+      multiply_keys<G, NT>(s_regs, tile_smem, first_key, part * G::STEPS, [&](int step, int n) {
+        return smem.queries.fragments[part * G::STEPS + step][n][lane];
+      });
       const int key = first_key + key_of_lane<KV>(g);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
@@ -110,6 +89,7 @@ DEVICE void decode_piece(Smem<G, NT>& smem, const DecodeArgs& args, Piece piece)
     uint2 p_regs[Bc / 16][NT];
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
+      const float scale = smem.queries.scale[n * 8 + g];
       KeyRange row_keys = {tile, tile + Bc};
       if (masked) row_keys = visible_keys(args, length, row_token(args, min(first_row + n * 8 + g, last_row)));
       float scores[Bc / 16][4];
@@ -122,7 +102,7 @@ DEVICE void decode_piece(Smem<G, NT>& smem, const DecodeArgs& args, Piece piece)
           float score = smem.s[0][n * 8 + g][key];
 #pragma unroll
           for (int part = 1; part < G::PARTS; ++part) score += smem.s[part][n * 8 + g][key];
-          score *= q_scale[n];
+          score *= scale;
           if (masked && (tile + key < row_keys.begin || tile + key >= row_keys.end)) score = -INFINITY;
           scores[i][j] = score;
           new_max = fmaxf(new_max, score);
@@ -185,25 +165,22 @@ DEVICE void decode_piece(Smem<G, NT>& smem, const DecodeArgs& args, Piece piece)
 }
 
 template <typename KV, int HS, int NT>
-__global__ void __launch_bounds__(WARPS<HS>* WARP, 2) decode_balanced(const DecodeArgs args) {
-  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>;
+__global__ void __launch_bounds__(WARPS* WARP) decode_balanced(const DecodeArgs args) {
+  using G = Shape<KV, HS, TILE_BYTES, WARPS>;
   Smem<G, NT>& smem = dynamic_smem<Smem<G, NT>>();
   const int block = blockIdx.x;
-  if (!args.automatic) {
-    decode_piece<G, NT>(smem, args, split_piece<G::Bc>(args, block));
-    return;
-  }
   const Schedule<G::Bc> schedule(args);
-  if (block >= schedule.blocks) return;
-  for (int x = schedule.begin(block); x < schedule.begin(block + 1);)
-    decode_piece<G, NT>(smem, args, schedule.piece(block, x));
+  int x = args.automatic ? schedule.begin(block) : 0;
+  const int end = args.automatic ? schedule.end(block) : 1;
+  while (x < end)
+    decode_piece<G, NT>(smem, args, args.automatic ? schedule.piece(block, x) : split_piece<G::Bc>(args, block, x));
 }
 
 template <typename KV, int HS, int NT>
 const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
-  using G = Shape<KV, HS, TILE_BYTES<KV, HS, NT>, WARPS<HS>>;
+  using G = Shape<KV, HS, TILE_BYTES, WARPS>;
   const char* error =
-      launch(decode_balanced<KV, HS, NT>, schedule_grid(args), WARPS<HS> * WARP, sizeof(Smem<G, NT>), stream, args);
+      launch(decode_balanced<KV, HS, NT>, schedule_grid(args), WARPS * WARP, sizeof(Smem<G, NT>), stream, args);
   if (error) return error;
   return launch(merge_pieces<HS, G::Bc>, merge_grid(args), MERGE_WARPS * WARP, sizeof(MergeSmem), stream, args);
 }

@@ -17,23 +17,37 @@ DEVICE int lane_sum(int x) {
   return x;
 }
 
+// The sum over the lanes up to this one.
+DEVICE int running_sum(int x) {
+#pragma unroll
+  for (int distance = 1; distance < WARP; distance *= 2) {
+    const int below = __shfl_up_sync(ALL_LANES, x, distance);
+    if (static_cast<int>(threadIdx.x % WARP) >= distance) x += below;
+  }
+  return x;
+}
+
 template <int Bc>
 struct Schedule {
   const DecodeArgs& args;
-  int items;      // of a sequence
-  int total;      // tiles of all items
-  int blocks;
+  int items;         // of a sequence
+  int counts, upto;  // of the first 32 sequences, one a lane: the tiles of its items, and of all up to it
+  int total;         // tiles of all items
+  int blocks, each, more;  // a block has `each` tiles, the first `more` blocks one more
 
   DEVICE explicit Schedule(const DecodeArgs& args)
-      : args(args), items(args.kv_heads * ceil_div(row_count(args), ROWS)), total(0) {
+      : args(args), items(args.kv_heads * ceil_div(row_count(args), ROWS)) {
     const int lane = threadIdx.x % WARP;
-    int tiles = 0;
-    for (int batch = lane; batch < args.batch; batch += WARP) tiles += tile_count(batch);
-    total = lane_sum(tiles) * items;
+    counts = lane < args.batch ? tile_count(lane) * items : 0;
+    upto = running_sum(counts);
+    int rest = 0;
+    for (int batch = WARP + lane; batch < args.batch; batch += WARP) rest += tile_count(batch);
+    if (args.batch > WARP) rest = lane_sum(rest);
+    total = __shfl_sync(ALL_LANES, upto, WARP - 1) + rest * items;
     blocks = min(ceil_div(total, MIN_TILES), args.blocks);
+    each = blocks > 0 ? total / blocks : 0;
+    more = total - each * blocks;
   }
-
-  DEVICE int first_tile(int batch) const { return keys(batch).begin / Bc; }
 
   DEVICE KeyRange keys(int batch) const {
     return visible_keys(args, sequence_length(args, batch), 0, row_count(args) - 1);
@@ -45,21 +59,19 @@ struct Schedule {
   }
 
   // The tiles [begin(b), begin(b + 1)) of the row are block b's.
-  DEVICE int begin(int block) const { return static_cast<int>(static_cast<int64_t>(block) * total / blocks); }
-  DEVICE int block_of(int tile) const { return static_cast<int>((static_cast<int64_t>(tile + 1) * blocks - 1) / total); }
+  DEVICE int begin(int block) const { return block < blocks ? block * each + min(block, more) : total; }
+  DEVICE int end(int block) const { return begin(block + 1); }
+  DEVICE int block_of(int tile) const {
+    const int longer = more * (each + 1);
+    return tile < longer ? tile / (each + 1) : more + (tile - longer) / each;
+  }
 
   // The sequence that tile x of the row belongs to, and where its tiles start.
   DEVICE int find_sequence(int x, int& start) const {
     const int lane = threadIdx.x % WARP;
+    int own = counts, sum = upto;
     start = 0;
-    for (int first = 0; first < args.batch; first += WARP) {
-      const int own = first + lane < args.batch ? tile_count(first + lane) * items : 0;
-      int sum = own;
-#pragma unroll
-      for (int distance = 1; distance < WARP; distance *= 2) {
-        const int below = __shfl_up_sync(ALL_LANES, sum, distance);
-        if (lane >= distance) sum += below;
-      }
+    for (int first = 0;; first += WARP) {
       const unsigned past = __ballot_sync(ALL_LANES, start + sum > x);
       if (past) {
         const int hit = __ffs(static_cast<int>(past)) - 1;
@@ -67,16 +79,20 @@ struct Schedule {
         return first + hit;
       }
       start += __shfl_sync(ALL_LANES, sum, WARP - 1);
+      const int next = first + WARP + lane;
+      own = next < args.batch ? tile_count(next) * items : 0;
+      sum = running_sum(own);
     }
-    return args.batch;  // x is past the last tile
   }
 
-  // Block b's piece that starts with tile x of the row, and the x of its next one.
+  // Block b's piece that starts with tile x of the row, x < total, and the x of its next one.
   DEVICE Piece piece(int block, int& x) const {
     int start;
-    const int batch = find_sequence(x, start), count = tile_count(batch), first = first_tile(batch);
-    const int item = (x - start) / count, tile = (x - start) % count;
-    const int size = min(begin(block + 1) - x, count - tile);
+    const int batch = find_sequence(x, start);
+    const KeyRange range = keys(batch);
+    const int first = range.begin / Bc, count = ceil_div(range.end, Bc) - first;
+    const int item = (x - start) / count, tile = x - start - item * count;
+    const int size = min(end(block) - x, count - tile);
     x += size;
     // Every next piece has the next block, the next item, or both: the sum of the two numbers names it.
     return {batch, item, first + tile, first + tile + size, block + batch * items + item};
@@ -86,17 +102,22 @@ struct Schedule {
   DEVICE int2 slots(int batch, int item) const {
     const int lane = threadIdx.x % WARP, count = tile_count(batch);
     if (count == 0) return {0, 0};
-    int start = 0;
-    for (int i = lane; i < batch; i += WARP) start += tile_count(i);
-    start = lane_sum(start) * items + item * count;
+    int start = __shfl_sync(ALL_LANES, upto - counts, batch % WARP);
+    if (batch >= WARP) {
+      start = 0;
+      for (int i = lane; i < batch; i += WARP) start += tile_count(i);
+      start = lane_sum(start) * items;
+    }
+    start += item * count;
     const int first = block_of(start), last = block_of(start + count - 1);
     return {first + batch * items + item, last - first + 1};
   }
 };
 
-// Piece `block` where the caller has chosen the number of splits: one a block, empty ones included.
+// Block b's piece where the caller has chosen the number of splits: one, perhaps an empty one.
 template <int Bc>
-DEVICE Piece split_piece(const DecodeArgs& args, int block) {
+DEVICE Piece split_piece(const DecodeArgs& args, int block, int& x) {
+  ++x;
   const int items = args.kv_heads * ceil_div(row_count(args), ROWS), item = block / args.splits;
   const int batch = item / items;
   const KeyRange keys = visible_keys(args, sequence_length(args, batch), 0, row_count(args) - 1);

@@ -129,41 +129,64 @@ struct Queries {
   float scale[8 * NT];  // of a row's scores, in base 2
 };
 
-// A warp a row. An FP16 row is scaled by a power of two to below 2, so that no BF16 query overflows it.
+// A warp a row, all its loads at once. A BF16 row that becomes FP16 is scaled by a power of two to below 2, so that no
+// query overflows.
 template <typename G, int NT>
 DEVICE void load_queries(Queries<G, NT>& queries, const DecodeArgs& args, int batch, int kv_head, int first_row) {
   using KV = typename G::KV;
-  constexpr int PAIRS = G::HS / (2 * WARP);
+  constexpr int CHUNKS = G::HS / 8, LOADS = ceil_div(CHUNKS, WARP), ROUNDS = 8 * NT / G::WARPS;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  for (int n = warp; n < 8 * NT; n += G::WARPS) {
-    const int row = first_row + n;
-    const bool real = row < row_count(args);  // rows that fill up the tile are zeros
-    const int64_t q = real ? query_offset(args, args.q_stride, batch, row_token(args, row), row_head(args, kv_head, row)) : 0;
-    float2 pairs[PAIRS];
-    float top = 0.0f;
+  uint4 chunks[ROUNDS][LOADS];
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      pairs[i] = real ? load_query(args.q, q + 2 * (i * WARP + lane), args.dtype) : float2{0.0f, 0.0f};
-      top = fmaxf(top, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
+  for (int round = 0; round < ROUNDS; ++round) {
+    const int row = first_row + round * G::WARPS + warp;  // rows that fill up the tile are zeros
+    const int64_t q = query_offset(args, args.q_stride, batch, row_token(args, row), row_head(args, kv_head, row));
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const int chunk = i * WARP + lane;
+      chunks[round][i] = row < row_count(args) && chunk < CHUNKS
+                             ? ld_global_nc_v4_u32(static_cast<const uint16_t*>(args.q) + q + chunk * 8)
+                             : uint4{0, 0, 0, 0};
     }
+  }
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    const int n = round * G::WARPS + warp;
     float down = 1.0f, up = 1.0f;
     if constexpr (std::is_same_v<KV, e4m3>) {
-      const int exponent = min(max(static_cast<int>(__float_as_uint(warp_max(top)) >> 23), 1 + 30), 254 - 30) - 127;
-      down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-      up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+      if (args.dtype == DTYPE_BF16) {
+        uint32_t top = 0;  // the largest exponent, as BF16 has it
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+          const uint32_t words[4] = {chunks[round][i].x, chunks[round][i].y, chunks[round][i].z, chunks[round][i].w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            top = max(top, max(words[j] & 0x7fff0000u, words[j] << 16 & 0x7fff0000u));
+        }
+        const int exponent = static_cast<int>(__reduce_max_sync(ALL_LANES, top) >> 23);
+        const int kept = min(max(exponent, 127 - 96), 127 + 96);
+        down = __uint_as_float(static_cast<uint32_t>(254 - kept) << 23);
+        up = __uint_as_float(static_cast<uint32_t>(kept) << 23);
+      }
     }
     if (lane == 0) queries.scale[n] = score_scale(args, kv_head) * up;
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      const int dim = 2 * (i * WARP + lane);
-      int step, t, upper;
-      if constexpr (std::is_same_v<KV, e4m3>) {
-        step = dim / 64 * 4 + dim % 16 / 4, t = dim % 64 / 16, upper = dim % 4 / 2;
-      } else {
-        step = dim / 16, t = dim % 8 / 2, upper = dim % 16 / 8;
+    for (int i = 0; i < LOADS; ++i) {
+      const int chunk = i * WARP + lane;
+      if (chunk >= CHUNKS) break;
+      const uint32_t words[4] = {chunks[round][i].x, chunks[round][i].y, chunks[round][i].z, chunks[round][i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t word = words[j];
+        int step = chunk / 2, t = j, upper = chunk % 2;
+        if constexpr (std::is_same_v<KV, e4m3>) {
+          step = chunk / 8 * 4 + chunk % 2 * 2 + j / 2, t = chunk % 8 / 2, upper = j % 2;
+          if (args.dtype == DTYPE_BF16)
+            word = pack2<fp16>(__uint_as_float(word << 16) * down, __uint_as_float(word & 0xffff0000u) * down);
+        }
+        uint2& fragment = queries.fragments[step][n / 8][n % 8 * 4 + t];
+        (upper ? fragment.y : fragment.x) = word;
       }
-      uint2& fragment = queries.fragments[step][n / 8][n % 8 * 4 + t];
-      (upper ? fragment.y : fragment.x) = pack2<Product<KV>>(pairs[i].x * down, pairs[i].y * down);
     }
   }
 }
@@ -177,8 +200,9 @@ DEVICE int key_of_lane(int g) {
 }
 
 // s[n] = the products of 16 keys from `first_key` with the rows of Q, along STEPS steps of the head dim from `first`.
-// query(step, n) is the lane's fragment. Two sums take the steps in turn: half the wait for each other's result.
-template <typename G, int NT, typename Query>
+// query(step, n) is the lane's fragment, UNROLL how much of the loop
+// is written out. Two sums take the steps in turn: half the wait for each other's result.
+template <typename G, int NT, int UNROLL = G::STEPS, typename Query>
 DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, int first_key, int first, Query query) {
   using KV = typename G::KV;
   constexpr int CHUNKS = G::CHUNKS, STEPS = G::STEPS;
@@ -186,7 +210,7 @@ DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, int first_key, in
   float sums[2][NT][4] = {};
   if constexpr (std::is_same_v<KV, e4m3>) {
     const int key = first_key + key_of_lane<KV>(lane / 4);
-#pragma unroll
+#pragma unroll(ceil_div(UNROLL, 4))
     for (int group = 0; group < STEPS / 4; ++group) {  // a lane takes 16 contiguous bytes of a row: four steps
       const int chunk = first + group * 4 + lane % 4;
       const uint4 low = k[swizzled<CHUNKS>(key, chunk)], high = k[swizzled<CHUNKS>(key + 8, chunk)];
@@ -204,7 +228,7 @@ DEVICE void multiply_keys(float (&s)[NT][4], const Tile<G>& k, int first_key, in
     }
   } else {
     const int key = first_key + lane % 16;
-#pragma unroll
+#pragma unroll(UNROLL)
     for (int step = 0; step < STEPS; ++step) {
       uint32_t a[4];
       ldmatrix_x4(a, smem_u32(&k[swizzled<CHUNKS>(key, (first + step) * 2 + lane / 16)]));
