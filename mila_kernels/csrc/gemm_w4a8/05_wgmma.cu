@@ -1,0 +1,118 @@
+// Change: wgmma.m64n128k32. Its A operand may come from registers, so the weights are A: a warpgroup decodes 64 rows of
+//   them as before, and 128 tokens, brought by a tensor copy with 128-byte swizzle, are B. y is transposed on its way
+//   through shared memory (stmatrix.trans) and leaves by a tensor copy.
+// Prediction: the FP8 rate at last. But a block alternates between waiting, decoding and multiplying: two blocks an SM
+//   overlap some of it, 400 to 600 TFLOP/s.
+// Measured: not yet.
+// Verdict: not yet.
+// Architectures: sm_90a
+// Bound: 4e-2, scale x value is rounded to E4M3
+#include "args.cuh"
+#include "wgmma.cuh"
+
+constexpr int BN = 128, BM = 128, BK = GROUP;  // weight rows, tokens and columns of a tile
+constexpr int WARPGROUPS = BN / 64, THREADS = WARPGROUPS * WARPGROUP;
+constexpr int STAGES = 3;
+constexpr int W_PITCH = BK / 2 + 16;  // puts the rows which a warp reads at once into different banks
+
+struct Smem {
+  alignas(1024) uint8_t x[STAGES][BM][BK];
+  alignas(1024) uint16_t y[WARPGROUPS][BM][64];
+  alignas(16) uint8_t w[STAGES][BN][W_PITCH];
+  uint64_t full[STAGES];
+};
+
+// Eight magnitudes times `factor` in E4M3: what a code's lower three bits select.
+DEVICE uint2 product_table(float factor) {
+  const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  return to_e4m3(magnitudes, factor);
+}
+
+// The four codes in the lower half of q.
+DEVICE uint32_t decode(uint32_t q, const uint2& table) {
+  const uint32_t signs = prmt(q, q << 4, 0x9d8cu);  // the sign of a byte, spread over it: of an odd code, an even one
+  return prmt(table.x, table.y, q & 0x7777u) | (signs & 0x80808080u);
+}
+
+DEVICE void fetch_w(uint8_t (&w)[BN][W_PITCH], const GemmW4a8Args& args, int first_n, int k) {
+  for (int i = threadIdx.x; i < BN * BK / 32; i += THREADS) {
+    const int row = i / (BK / 32), column = i % (BK / 32) * 16, n = min(first_n + row, args.n - 1);
+    cp_async_cg(smem_u32(&w[row][column]), args.w_codes + (static_cast<int64_t>(n) * args.k + k) / 2 + column);
+  }
+}
+
+template <typename T, typename Scale>
+__global__ void __launch_bounds__(THREADS) gemm_wgmma(const __grid_constant__ CUtensorMap x_map,
+                                                      const __grid_constant__ CUtensorMap y_map,
+                                                      const GemmW4a8Args args) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, group = threadIdx.x / WARPGROUP;
+  const int g = lane / 4, t = lane % 4, row = group * 64 + warp * 16 + g;
+  const int first_n = blockIdx.x * BN, first_m = blockIdx.y * BM, groups = args.k / GROUP;
+  const float w_range = *args.w_range;
+  const Scale* scales[2];
+  for (int half = 0; half < 2; ++half)
+    scales[half] = static_cast<const Scale*>(args.w_scales) +
+                   static_cast<int64_t>(min(first_n + row + half * 8, args.n - 1)) * groups;
+  Smem& smem = dynamic_smem<Smem>();
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) mbarrier_init(smem_u32(&smem.full[i]), 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const auto fetch = [&](int stage, int k) {
+    if (threadIdx.x == 0) {
+      const uint32_t full = smem_u32(&smem.full[stage]);
+      mbarrier_arrive_expect_tx(full, BM * BK);
+      cp_async_bulk_tensor_2d_g2s(smem_u32(smem.x[stage]), &x_map, k, first_m, full);
+    }
+    fetch_w(smem.w[stage], args, first_n, k);
+  };
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (i < groups) fetch(i, i * BK);
+    cp_async_commit_group();
+  }
+
+  float acc_regs[BM / 2] = {};
+  for (int i = 0; i < groups; ++i) {
+    const int stage = i % STAGES, next = i + STAGES - 1;
+    cp_async_wait_group<STAGES - 2>();
+    __syncthreads();  // all codes are here, and the stage before this one has been read
+    if (next < groups) fetch(next % STAGES, next * BK);
+    cp_async_commit_group();
+
+    uint2 tables[2];
+    for (int half = 0; half < 2; ++half) tables[half] = product_table(to_float(scales[half][i]) / w_range);
+    uint32_t a[BK / 32][4];
+#pragma unroll
+    for (int k = 0; k < BK / 32; ++k)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int from_16 = 0; from_16 < 2; ++from_16) {
+          const uint8_t* codes = &smem.w[stage][row + half * 8][k * 16 + from_16 * 8 + t * 2];
+          a[k][from_16 * 2 + half] = decode(*reinterpret_cast<const uint16_t*>(codes), tables[half]);
+        }
+    mbarrier_wait(smem_u32(&smem.full[stage]), i / STAGES & 1);
+    const uint64_t b = wgmma_descriptor(smem_u32(smem.x[stage]), 16, 1024, Swizzle::b128);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BK / 32; ++k) wgmma_k32_e4m3<BM>(acc_regs, a[k], wgmma_advance(b, k * 32), 1);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+  }
+
+  store_tile<T>(smem.y[group], acc_regs, args, y_map, group, first_n + group * 64, first_m, w_range);
+}
+
+extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream) {
+  if (args->phase == PHASE_QUANTIZE) return launch_quantize(*args, stream);
+  return with_dtype(args->y_dtype, [&]<typename T>() {
+    return with_scale(*args, [&]<typename Scale>() -> const char* {
+      CUtensorMap x_map, y_map;
+      if (const char* problem = make_maps<T>(x_map, y_map, *args, BM)) return problem;
+      const dim3 grid(ceil_div(args->n, BN), ceil_div(args->m, BM));
+      return launch(gemm_wgmma<T, Scale>, grid, THREADS, sizeof(Smem), stream, x_map, y_map, *args);
+    });
+  });
+}
