@@ -136,43 +136,61 @@ struct WarpActivations {
   int64_t stride;  // of rows, in elements
   int dtype, m, k, begin;
 
-  // Brings them in as [GROUPS][terms * m][GROUP_PITCH], by all lanes of the warp, and gives the factor.
-  template <int GROUPS>
+  // Brings them in as [GROUPS][terms * m][GROUP_PITCH], by all lanes of the warp, and gives the factor. BATCH loads of a
+  // lane are under way before the first is used: so many fewer latencies, so many more registers.
+  template <int GROUPS, int BATCH>
   DEVICE float bring(bf16* x_warp, int lane) const {
-    if (!__any_sync(ALL_LANES, copy<GROUPS>(x_warp, lane, X_FACTOR))) {
+    if (!__any_sync(ALL_LANES, copy<GROUPS, BATCH>(x_warp, lane, X_FACTOR))) {
       __syncwarp();
       return X_FACTOR;
     }
-    copy<GROUPS>(x_warp, lane, 1.0f);
+    copy<GROUPS, BATCH>(x_warp, lane, 1.0f);
     __syncwarp();
     return 1.0f;
   }
 
   // Whether any of the lane's was too large.
-  template <int GROUPS>
+  template <int GROUPS, int BATCH>
   DEVICE bool copy(bf16* x_warp, int lane, float factor) const {
     constexpr int PER_LOAD = 8, LOADS = GROUP / PER_LOAD;  // a group's of one row
-    const int terms = terms_of(dtype), columns = m * terms;
+    const int terms = terms_of(dtype), columns = m * terms, total = m * GROUPS * LOADS;
     bool found = false;
-    for (int i = lane; i < m * GROUPS * LOADS; i += WARP) {
-      const int row = i / (GROUPS * LOADS), group = i / LOADS % GROUPS, column = i % LOADS * PER_LOAD;
-      const int from = begin + group * GROUP + column;
-      uint4 loaded = make_uint4(0, 0, 0, 0);
-      if (from < k) loaded = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + row * stride + from);
-      uint4* to = reinterpret_cast<uint4*>(x_warp + (group * columns + row * terms) * GROUP_PITCH + column);
-      if (dtype == DTYPE_FP16) {
-        uint4 split[2];
-        split_terms(split, loaded, factor);
-        to[0] = split[0];
-        to[GROUP_PITCH / PER_LOAD] = split[1];
-      } else {
-        found |= too_large(loaded);
-        *to = times(loaded, factor);
+    for (int first = lane; first < total; first += WARP * BATCH) {
+      uint4 loaded[BATCH];
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        const int i = first + b * WARP, row = i / (GROUPS * LOADS), from = begin + i % (GROUPS * LOADS) * PER_LOAD;
+        loaded[b] = make_uint4(0, 0, 0, 0);
+        if (i < total && from < k)
+          loaded[b] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(x) + row * stride + from);
+      }
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        const int i = first + b * WARP, row = i / (GROUPS * LOADS), group = i / LOADS % GROUPS;
+        if (i >= total) break;
+        uint4* to = reinterpret_cast<uint4*>(x_warp + (group * columns + row * terms) * GROUP_PITCH + i % LOADS * PER_LOAD);
+        if (dtype == DTYPE_FP16) {
+          uint4 split[2];
+          split_terms(split, loaded[b], factor);
+          to[0] = split[0];
+          to[GROUP_PITCH / PER_LOAD] = split[1];
+        } else {
+          found |= too_large(loaded[b]);
+          *to = times(loaded[b], factor);
+        }
       }
     }
     return found;
   }
 };
+
+// Sum of y[warp * stride] over the warps, in their order.
+DEVICE float sum_over_warps(const float* y, int warps, int stride) {
+  float sum = 0.0f;
+#pragma unroll 5
+  for (int warp = 0; warp < warps; ++warp) sum += y[warp * stride];
+  return sum;
+}
 
 // `launch`, but the kernel may start before the one in front of it has ended (sm_90 and later): it calls
 // griddepcontrol_wait before it touches anything that the other one writes.
@@ -181,8 +199,9 @@ inline const char* launch_overlapping(bool overlap, void (*kernel)(Params...), d
                                       size_t smem_bytes, cudaStream_t stream, Args... args) {
 #ifdef __CUDACC__
   if (overlap) {
-    cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+    cudaError_t error = cudaSuccess;
+    if (smem_bytes > 48 * 1024)  // never lowered below that, which `launch` counts on
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -2,8 +2,8 @@
 //   high bytes of the magnitudes in BF16, one the low bytes.
 // Prediction: no port is shared any more, but a weight still costs about six instructions with unpacking, sign and two
 //   multiplications, where an H200 affords three at its memory's speed: twice as fast as the table, about 25% of the limit.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: 53.7 us on gate_up, 7.7 times as fast; 112 to 18.4 us on local_qkv (H200, 2026-11-29).
+// Verdict: Kept. More than the table's conflicts alone: a constant load has a latency that the permutes do not. 25% of the limit.
 #include "args.cuh"
 
 constexpr int WARPS = 8;     // rows a block

@@ -1,8 +1,8 @@
 // Change: the scale leaves the inner loop. A lane's eight weights lie in one group: two chains of raw sums, even and odd,
 //   then one FMA with the scale.
 // Prediction: one multiplication a weight less, and two chains in place of one that waits for itself: 10 to 20% faster.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: 47.8 us on gate_up, 12% faster; 36.0 to 29.6 us on fc_down (H200, 2026-11-29).
+// Verdict: Kept. As predicted.
 #include "args.cuh"
 
 constexpr int WARPS = 8;     // rows a block

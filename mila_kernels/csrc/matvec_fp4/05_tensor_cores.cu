@@ -4,8 +4,8 @@
 //   value x 2^-126, as a BF16 subnormal or nearly so; one factor per group repairs the scale.
 // Prediction: decoding costs 2 operations a weight and the products none, about 2.5 instructions in place of 6: three
 //   times as fast, until the blocks' starts and ends, during which nothing is in flight, are what is left.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: 28.9 us on gate_up, 1.65 times as fast as step 03 (H200, 2026-11-29).
+// Verdict: Kept. The starts and ends weigh more than predicted: a block lives for one tile.
 #include "args.cuh"
 
 constexpr int WARPS = 15;  // 30 groups of k = 3840 are two each
