@@ -165,6 +165,7 @@ def start(device: str = "auto", gpu: str = "h200", preset: str = "quick", seed: 
         raise ValueError(f"seed: {seed!r} must be an integer of at least 0")
     if device == "auto" and not torch.cuda.is_available():
         device = "emulation"  # the session itself says so
+    pd.set_option("display.max_colwidth", None)  # a table's sentence is shown whole
     return Session(build.resolve_device(device), gpu, preset, seed, RunWriter())
 
 
@@ -690,7 +691,9 @@ def stages_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _part(micros: float, whole: float) -> str:
-    return f"{micros / 1e3:.3g} ms, {100 * micros / whole:.2g} %"
+    from .plots import number
+
+    return f"{number(micros / 1e3)} ms, {number(100 * micros / whole, 2)} %"
 
 
 def parity_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from mila_kernels import notebook, ops, paths, results, shapes, steps
+from mila_kernels import ablate, notebook, ops, paths, results, shapes, steps
 from mila_kernels import reproduce as batch
 from mila_kernels.paths import NOTEBOOKS
 from mila_kernels.results import CounterRow, RunRow, TimingRow
@@ -48,7 +49,7 @@ def test_committed_without_outputs_and_traces_of_a_machine(path: Path) -> None:
 def test_opens_with_title_question_and_parameters(path: Path) -> None:
     content = nbformat.read(path, as_version=4)
     first, second = content.cells[:2]
-    assert first.cell_type == "markdown" and first.source.startswith(f"# {path.stem[:2]} ")
+    assert first.cell_type == "markdown" and first.source.startswith(f"# {path.stem.partition('_')[0]} ")
     title, question = batch.heading(path)
     assert title and question.endswith("?")
     assert second.metadata.tags == ["parameters"]
@@ -169,6 +170,68 @@ def test_mean_over_chunks_is_not_taken_for_the_launch_whose_shape_it_bears(recor
     assert session.time(["prefill/01_scalar"], [INSTANCE])["median_us"].tolist() == [20_000.0]
 
 
+def test_peers_stand_below_the_steps_and_are_never_the_fastest_step(all_recorded: Path) -> None:
+    session = notebook.start("emulation")
+    names = ["prefill/01_scalar", "prefill/02_smem_tiles"]
+    alone, rows = session.time(names, [INSTANCE]), session.time(names, [INSTANCE], peers=True)
+    assert alone["step"].tolist() == ["01_scalar", "02_smem_tiles"]
+    assert rows["step"].tolist() == ["01_scalar", "02_smem_tiles", "torch three calls", "torch SDPA"]
+    assert not rows["stale"].any()
+    table = session.ladder(names, INSTANCE, rows)
+    assert table.loc["torch SDPA", "recorded, h200"] == "5.00 ms" and table.loc["torch SDPA", "gain"] == ""
+    slow = shapes.workload("prefill/d512-16x1-n8192")
+    results.append(all_recorded / "h200", timed("torch SDPA", slow, 0.0))
+    fastest = session.points().set_index("workload")["median_us"]
+    mine = results.table("timings", "h200", results=all_recorded)
+    mine = mine[(mine["workload"] == slow.name) & mine["step"].str.match(r"\d\d_")]
+    assert fastest[slow.name] == mine["median_us"].min()
+
+
+def test_stages_left_out_are_set_against_the_whole(all_recorded: Path) -> None:
+    session = notebook.start("emulation")
+    rows = session.without(["prefill/06", "prefill/07"], INSTANCE)
+    assert rows["stage"].tolist() == ["copies", "scores", "softmax", "values"] * 2
+    assert rows["whole_us"].tolist() == [5000.0] * 4 + [pytest.approx(30_000 / 7)] * 4
+    table = notebook.stages_table(rows)
+    assert table.loc["waited for softmax", "06_qk_mma"] == "4.10 ms, 82 %"
+    assert table.loc["neither", "06_qk_mma"] == "-11.4 ms, -228 %"
+    assert notebook.start("emulation", gpu="a100").without(["prefill/06"], INSTANCE).empty
+
+
+def test_what_fits_is_said_for_each_architecture(all_recorded: Path) -> None:
+    session = notebook.start("emulation")
+    table = session.fits(["prefill/05_cp_async", "prefill/03"], ("sm_90a", "sm_89"), "bf16, 512")
+    assert table.index.tolist() == [("05_cp_async", "sm_90a"), ("03_wmma_hs_split", "sm_90a")]
+    assert table["blocks an SM"].tolist() == [2, 2]
+    assert table["no room for more"].tolist() == ["registers, shared memory"] * 2
+    assert "make static" in session.fits(["prefill/03"], ("sm_120",), "bf16, 512").iloc[0, 0]
+
+
+def test_a_ladder_leaves_out_what_the_recorded_gpu_cannot_run(recorded: Path) -> None:
+    everything = [step.id for step in steps.steps("prefill")]
+    assert notebook.start("emulation").ladder_of("prefill") == everything
+    results.append(
+        recorded / "h200", RunRow(run_id="run-3", utc="2026-12-03T10:00:00Z", gpu="NVIDIA H200", sm="sm_120")
+    )
+    shown = notebook.start("emulation").ladder_of("prefill", first=9)
+    assert shown == [step.id for step in steps.steps("prefill") if step.order >= 9 and step.runs_on((12, 0))]
+    assert notebook.start("emulation").ladder_of("prefill", 2, 3) == [
+        "prefill/02_smem_tiles",
+        "prefill/03_wmma_hs_split",
+    ]
+
+
+def test_a_prompt_through_a_ring_and_the_chunk_that_is_refused() -> None:
+    table = notebook.through_ring(notebook.start("emulation"), tokens=20, capacity=9, window=6, chunks=(3, 4, 5))
+    assert table["verdict"].tolist()[:2] == ["ok", "ok"] and "between 1 and 4" in table.loc[5, "verdict"]
+
+
+def test_peers_are_compared_on_the_same_inputs(recorded: Path) -> None:
+    rows = notebook.start("emulation").check_peers("prefill", ["b1 q9h2 kv21h1 d64 causal bf16"])
+    assert rows["step"].tolist() == ["torch three calls"] and rows["passed"].all()
+    assert rows["backend"].tolist() == ["torch, CPU"]
+
+
 def test_counters_stand_beside_each_other_in_words(recorded: Path) -> None:
     table = notebook.start("emulation").counters(["prefill/01_scalar", "prefill/02_smem_tiles"], INSTANCE)
     assert table.loc["L2 hit rate (%)"].tolist() == ["99.1", "42.5"]
@@ -202,8 +265,56 @@ def test_ceilings_are_measured_ones_where_recorded_else_the_data_sheet(recorded:
         notebook.start("emulation", gpu="abacus").ceilings()
 
 
+@pytest.fixture
+def all_recorded(recorded: Path) -> Path:
+    """The same with a row of every step, peer, stage left out and kernel."""
+    folder = recorded / "h200"
+    workloads = {
+        "prefill": ["prefill/published-instance", "prefill/d512-16x1-n8192"],
+        "prefill_ring": [f"prefill_ring/d256-16x8-w1024-n{n}" for n in (8192, 32768)],
+    }
+    static = []
+    for op, names in workloads.items():
+        for case in map(shapes.workload, names):
+            for place, step in enumerate(steps.steps(op)):
+                results.append(folder, timed(step.name, case, 30_000.0 / (1 + place), step.source_sha))
+            for peer in notebook.peers_of([case]):
+                results.append(folder, timed(peer.name, case, 5000.0))
+            for name in ablate.names() if op == "prefill" else ():
+                variant = steps.step(name)
+                row = asdict(timed(variant.name, case, 900.0, variant.source_sha))
+                results.append(folder, results.AblationRow(**row))
+        for step in steps.steps(op):
+            facts = dict.fromkeys(("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "FFMA", "spill_bytes"), 0)
+            static += [
+                results.StaticRow(
+                    op=op, step=step.name, source_sha=step.source_sha, arch="sm_90a", kernel=f"k<bf16, {head_dim}>",
+                    registers=128, smem_bytes=90_624, threads=256, **facts,
+                )
+                for head_dim in (256, 512)
+            ]  # fmt: skip
+            metric = "lts__t_sector_hit_rate.pct"
+            row = CounterRow(
+                run_id="run-2", op=op, step=step.name, source_sha=step.source_sha, workload=workloads[op][0],
+                metric=metric, value=50.0, unit="%",
+            )  # fmt: skip
+            results.append(folder, row)
+    results.write(recorded, "static", static)
+    return recorded
+
+
+def timed(step: str, case: shapes.Workload, us: float, sha: str = "") -> TimingRow:
+    work = notebook.work(case)
+    us = max(us, 1.2 * work.flops / 700e6)
+    return TimingRow(
+        run_id="run-2", op=case.op, step=step, source_sha=sha, workload=case.name, shape=case.shape, dtype="bf16",
+        cache="cold", warmup=3, n=10, median_us=us, p10_us=us * 0.99, p90_us=us * 1.02, min_us=us * 0.98,
+        flops=work.flops, bytes=work.bytes, status="ok",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_notebook_shows_recorded_rows(path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_shows_recorded_rows(path: Path, all_recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cells run here, in this process, over the folder above: every table and chart has rows to show."""
     shown: list[Any] = []
     monkeypatch.setattr("IPython.display.display", lambda *values, **options: shown.extend(values))
@@ -219,6 +330,8 @@ def test_notebook_shows_recorded_rows(path: Path, recorded: Path, monkeypatch: p
     assert any(isinstance(value, pd.DataFrame) and len(value) for value in shown), "a table"
     texts = "\n".join(value.to_string() for value in shown if isinstance(value, pd.DataFrame))
     assert "not recorded" not in texts and "failed" not in texts
+    said = "\n".join(str(getattr(value, "data", "")) for value in shown)
+    assert "There are no recorded" not in said and "no rows of them" not in texts
 
 
 # ---------------------------------------------------------------------------------------------- what they count
