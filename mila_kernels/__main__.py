@@ -141,7 +141,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("steps", nargs="*", metavar="STEP", help="steps or operations (default: all)")
+    parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
     parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape, as in the last example")
     _add_device(parser)
@@ -154,12 +154,14 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from . import results
+    from . import results, steps
 
     if not _in_emulation(args.device) and args.check_mode:
         raise ValueError("--check-mode is a mode of emulation; add --device emulation")
     seeds = range(args.seed, args.seed + args.seeds)
-    cases = [(step, w, seed) for step in _steps(args.steps) for w in _check_workloads(step, args) for seed in seeds]
+    cases = [
+        (step, w, seed) for step in steps.select(args.steps) for w in _check_workloads(step, args) for seed in seeds
+    ]
     with results.RunWriter() if args.save else nullcontext() as run:
         failures = sum(_check_one(step, workload, seed, args, run) for step, workload, seed in _progress(cases))
     print(f"{len(cases) - failures} of {len(cases)} cases passed" + (f", {failures} FAILED" if failures else ""))
@@ -244,9 +246,9 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _bench_cases(args: argparse.Namespace) -> list[tuple[Step | Peer, Workload]]:
     """Steps with their workloads; with --peers, then each peer with those of the workloads that it takes."""
-    from . import peers
+    from . import peers, steps
 
-    ours = [(step, workload) for step in _steps(args.steps) for workload in _bench_workloads(step, args)]
+    ours = [(step, workload) for step in steps.select(args.steps) for workload in _bench_workloads(step, args)]
     workloads = dict.fromkeys(workload for _, workload in ours) if args.peers else {}
     return [*ours, *((peer, workload) for workload in workloads for peer in peers.peers(workload.op, workload))]
 
@@ -378,16 +380,6 @@ def _report(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- shared
-
-
-def _steps(names: Sequence[str]) -> list[Step]:
-    """Steps by name, all steps of an op by its name, all steps by none; each once, in the order asked for."""
-    from . import steps
-
-    if not names:
-        return steps.steps()
-    found = [one for name in names for one in (steps.steps(name) if name in steps.ops() else [steps.step(name)])]
-    return list(dict.fromkeys(found))
 
 
 def _progress(cases: Sequence[T]) -> Iterable[T]:

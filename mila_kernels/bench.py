@@ -657,7 +657,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NoDevice as error:
         print(error, file=sys.stderr)
         return 2
-    chosen = [s for name in args.steps for s in (steps.steps(name) if name in steps.ops() else [steps.step(name)])]
+    chosen = steps.select(args.steps) if args.steps else []
     failures = 0
     with RunWriter() as run:
         print(f"run {run.run_id}  {run_ceilings(run)}", flush=True)

@@ -119,7 +119,7 @@ def run(chosen: Sequence[Step], tools: Sequence[str], shapes: Sequence[str], job
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0: clean; 1: a tool found something; 2: no GPU or no compute-sanitizer here."""
     parser = argparse.ArgumentParser(prog="python -m mila_kernels.sanitize", description=__doc__)
-    parser.add_argument("steps", nargs="*", metavar="STEP", help="steps (default: all)")
+    parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps, or all of an operation (default: all)")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all four")
     parser.add_argument("--shape", action="append", default=[], help="shapes to check (default: those of `check`)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)")
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     try:
-        chosen = [registry.step(name) for name in args.steps] or registry.steps()
+        chosen = registry.select(args.steps)
         find_sanitizer()
         if not torch.cuda.is_available():
             raise SanitizerMissing("no CUDA device is visible; compute-sanitizer watches kernels on a GPU")

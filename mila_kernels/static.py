@@ -391,7 +391,10 @@ def _choose(by_mangled: dict[str, T], kernel: str) -> dict[str, T]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``python -m mila_kernels static``."""
     parser.add_argument(
-        "steps", nargs="*", metavar="STEP", help="only these steps; the rows of others stay as they are"
+        "steps",
+        nargs="*",
+        metavar="STEP|OP",
+        help="only these steps, or those of an operation; the rows of others stay as they are",
     )
     parser.add_argument("--check", action="store_true", help="compare with results/static.csv and write nothing")
     parser.add_argument("--jobs", type=int, default=None, metavar="N", help="compilations at once (default: the cores)")
@@ -402,7 +405,7 @@ def main(args: argparse.Namespace) -> int:
 
     ValueError for an unknown step.
     """
-    chosen = [registry.step(name) for name in args.steps] or registry.steps()
+    chosen = registry.select(args.steps)
     try:
         rows, problems = collect(chosen, args.jobs, lambda line: print(line, file=sys.stderr, flush=True))
     except ToolError as error:

@@ -9,7 +9,7 @@ import html
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -121,6 +121,18 @@ def steps(op: str | None = None) -> list[Step]:
     if op is not None and op not in (known := ops()):
         raise ValueError(f"op: {op!r} has no steps; known: {', '.join(known) or 'none'}")
     return [found for found in _registry().values() if op is None or found.op == op]
+
+
+def select(names: Sequence[str]) -> list[Step]:
+    """Steps by name and all steps of an op by the op's, each once, in the order asked for; without names all steps.
+
+    Raises:
+        ValueError: as :func:`step`.
+    """
+    if not names:
+        return steps()
+    found = [one for name in names for one in (steps(name) if name in ops() else [step(name)])]
+    return list(dict.fromkeys(found))
 
 
 def step(name: str | Step) -> Step:
