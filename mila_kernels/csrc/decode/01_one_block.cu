@@ -1,8 +1,8 @@
 // Change: the textbook. One block owns one KV head of one sequence; a warp owns one query row and walks all its keys.
 // Prediction: with one sequence and one KV head one of the chip's SMs works, and it waits for one key at a time: about
 //   1/132 of the bandwidth at best, in practice far less, and the time grows with the length from the first key on.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: H200, 2026-11-29, BF16, batch 1, 16 heads on 1: 6,001 us at 4K keys.
+// Verdict: kept as the baseline: 1.4 GB/s of 4,535.
 // Alignment: 4
 // Head dims: 64 128 256 512
 #include "args.cuh"
@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(ROWS* WARP) decode_one_block(const DecodeArgs 
   const int row_tiles = gridDim.y / args.kv_heads, kv_head = blockIdx.y / row_tiles, batch = blockIdx.z;
   const int row = blockIdx.y % row_tiles * ROWS + warp;
   if (row >= row_count(args)) return;
+  if (blockIdx.y == 0 && threadIdx.x == 0) check_length(args, batch);
   const int token = row_token(args, row), head = row_head(args, kv_head, row);
 
   const float scale = score_scale(args, kv_head);

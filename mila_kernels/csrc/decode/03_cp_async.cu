@@ -2,8 +2,9 @@
 //   tile is on its way while this one is used. Still one rescale of O per position.
 // Prediction: a warp no longer waits for each key in turn; 16 KB to 32 KB a block are in flight, so a few blocks an SM
 //   come near half of the bandwidth. With 16 rows the shared-memory reads, one a row and key, become the limit.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: H200, 2026-11-29, 16 heads on 1: 26 us at 4K keys, 407 us at 128K; 8 heads on 4, 28K: 176 us.
+// Verdict: kept: 3.3 times faster at 128K. 15% of the bandwidth where 16 rows read each key from shared memory, 29%
+//   where 2 do.
 // Alignment: 16
 // Head dims: 64 128 256 512
 #include "args.cuh"

@@ -3,8 +3,10 @@
 //   the copies could use. A tile is 32 KB; K and V have a buffer each, filled one product ahead.
 // Prediction: shared memory is read once a tile by ldmatrix in place of once a row, and no FMA is left: what remains is
 //   the wait for the copies. 4 times as fast with 16 rows; with 2 rows the gain is the larger tile.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: H200, 2026-11-29, 16 heads on 1: 24 us at 4K keys, 88 us at 128K; 8 heads on 4, 28K: 66 us, batch 16 841 us,
+//   E4M3 439 us.
+// Verdict: kept: 4.5 and 2.9 times faster, 98% of the read limit at batch 16. The first form took a 64-bit address
+//   apart for every 16 bytes copied and reached 75% there: with 2 rows it is the copies that cost instructions.
 // Alignment: 16
 // Head dims: 64 128 256 512
 #include "args.cuh"
@@ -174,7 +176,7 @@ const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
 
 extern "C" const char* launch_step(const DecodeArgs* args, cudaStream_t stream) {
   return dispatch(*args, [&]<typename KV, int HS>() {
-    const int rows = args->q_len * (args->q_heads / args->kv_heads);
+    const int rows = args->q_len * args->group;
     return rows <= 8 ? launch_rows<KV, HS, 1>(*args, stream) : launch_rows<KV, HS, 2>(*args, stream);
   });
 }

@@ -4,6 +4,7 @@
 //   blocks is half empty: a batch takes as long as its sum of lengths. Nothing at equal lengths that divide well.
 // Measured: not yet.
 // Verdict: not yet.
+// Predecessor: 05_tensor_cores
 // Alignment: 16
 // Head dims: 64 128 256 512
 #include "args.cuh"
@@ -187,7 +188,7 @@ const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
 
 extern "C" const char* launch_step(const DecodeArgs* args, cudaStream_t stream) {
   return dispatch(*args, [&]<typename KV, int HS>() {
-    const int rows = args->q_len * (args->q_heads / args->kv_heads);
+    const int rows = args->q_len * args->group;
     return rows <= 8 ? launch_rows<KV, HS, 1>(*args, stream) : launch_rows<KV, HS, 2>(*args, stream);
   });
 }

@@ -191,7 +191,7 @@ const char* launch_rows(const DecodeArgs& args, cudaStream_t stream) {
 
 extern "C" const char* launch_step(const DecodeArgs* args, cudaStream_t stream) {
   return dispatch(*args, [&]<typename KV, int HS>() {
-    const int rows = args->q_len * (args->q_heads / args->kv_heads);
+    const int rows = args->q_len * args->group;
     return rows <= 8 ? launch_rows<KV, HS, 1>(*args, stream) : launch_rows<KV, HS, 2>(*args, stream);
   });
 }

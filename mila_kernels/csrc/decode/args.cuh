@@ -40,6 +40,7 @@ struct DecodeArgs {
   int64_t q_stride[3], k_stride[3], v_stride[3], o_stride[3];  // batch or page, token or slot, head; in elements
   int64_t page_table_stride;
   int32_t batch, q_len, q_heads, kv_heads, head_dim;
+  int32_t group;       // q_heads / kv_heads
   int32_t capacity;    // positions that fit a sequence
   int32_t page_shift;  // log2 of the page size
   int32_t pages;       // in the pool
@@ -85,18 +86,21 @@ DEVICE void report(const DecodeArgs& args, Fault fault, int row, int detail) {
 
 // The length of a sequence, kept within its cache.
 DEVICE int sequence_length(const DecodeArgs& args, int batch) {
+  const int length = max(args.lengths[batch], 0);
+  return args.ring ? length : min(length, args.capacity);
+}
+
+// What had to be changed for that is reported; one thread a sequence is enough.
+DEVICE void check_length(const DecodeArgs& args, int batch) {
   const int length = args.lengths[batch];
-  if (length >= 0 && (args.ring || length <= args.capacity)) return length;
-  report(args, FAULT_LENGTH, batch, length);
-  return length < 0 ? 0 : args.capacity;
+  if (length != sequence_length(args, batch)) report(args, FAULT_LENGTH, batch, length);
 }
 
 // Row r of a KV head is query head group * kv_head + r % group of new token r / group.
-DEVICE int group_size(const DecodeArgs& args) { return args.q_heads / args.kv_heads; }
-DEVICE int row_count(const DecodeArgs& args) { return args.q_len * group_size(args); }
-DEVICE int row_token(const DecodeArgs& args, int row) { return row / group_size(args); }
+DEVICE int row_count(const DecodeArgs& args) { return args.q_len * args.group; }
+DEVICE int row_token(const DecodeArgs& args, int row) { return args.q_len == 1 ? 0 : row / args.group; }
 DEVICE int row_head(const DecodeArgs& args, int kv_head, int row) {
-  return kv_head * group_size(args) + row % group_size(args);
+  return kv_head * args.group + row - row_token(args, row) * args.group;
 }
 
 // Positions [begin, end).
@@ -105,9 +109,9 @@ struct KeyRange {
 };
 
 DEVICE KeyRange visible_keys(const DecodeArgs& args, int length, int token) {
-  const int64_t position = static_cast<int64_t>(length) - args.q_len + token;
-  const int64_t begin = args.window > 0 ? position - args.window + 1 : 0;
-  return {static_cast<int>(begin > 0 ? begin : 0), static_cast<int>(position >= 0 ? position + 1 : 0)};
+  const int position = length - args.q_len + token;
+  const int begin = args.window > 0 && position >= args.window ? position - args.window + 1 : 0;
+  return {begin, max(position + 1, 0)};
 }
 
 // What any of the rows [first, last] sees.
@@ -205,8 +209,8 @@ const char* dispatch(const DecodeArgs& args, F f) {
 
 // The grid's z: batches. y: KV heads times tiles of ROWS rows.
 inline dim3 row_grid(const DecodeArgs& args, int x) {
-  const int rows = args.q_len * (args.q_heads / args.kv_heads);
+  const int rows = args.q_len * args.group;
   return dim3(x, args.kv_heads * ceil_div(rows, ROWS), args.batch);
 }
 
-inline int row_warps(const DecodeArgs& args) { return min(args.q_len * (args.q_heads / args.kv_heads), ROWS); }
+inline int row_warps(const DecodeArgs& args) { return min(args.q_len * args.group, ROWS); }

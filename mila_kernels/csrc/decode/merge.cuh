@@ -59,6 +59,7 @@ DEVICE void merge_row(const DecodeArgs& args, int batch, int token, int head, Pa
   const Partial* partials = reinterpret_cast<const Partial*>(args.partial_sum) + rows.first;
   const float2* o_parts = reinterpret_cast<const float2*>(args.partial_o + rows.first * HS) + pair;
   MergeSmem& smem = dynamic_smem<MergeSmem>();
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) check_length(args, batch);
 
   Partial mine[MINE];
   float top = -INFINITY;
@@ -104,7 +105,7 @@ DEVICE void merge_row(const DecodeArgs& args, int batch, int token, int head, Pa
     sum += smem.sums[i];
   }
 
-  const int kv_head = head / group_size(args);
+  const int kv_head = head / args.group;
   const RowEnd end = end_row(args, kv_head, head, {top, sum});
   store_output(args.o, query_offset(args, args.o_stride, batch, token, head) + 2 * pair, args.dtype,
                {o.x * end.factor, o.y * end.factor});
@@ -114,7 +115,7 @@ DEVICE void merge_row(const DecodeArgs& args, int batch, int token, int head, Pa
 template <int HS>
 __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge_splits(const DecodeArgs args) {
   const int token = blockIdx.y / args.q_heads, head = blockIdx.y % args.q_heads, batch = blockIdx.z;
-  const int kv_head = head / group_size(args), row = token * group_size(args) + head % group_size(args);
+  const int kv_head = head / args.group, row = token * args.group + head % args.group;
   merge_row<HS>(args, batch, token, head, {partial_index(args, batch, kv_head, row, 0), 1, args.splits});
 }
 

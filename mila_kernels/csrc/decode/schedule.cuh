@@ -132,7 +132,7 @@ DEVICE int slot_rows(const DecodeArgs& args) { return min(row_count(args), ROWS)
 template <int HS, int Bc>
 __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge_pieces(const DecodeArgs args) {
   const int token = blockIdx.y / args.q_heads, head = blockIdx.y % args.q_heads, batch = blockIdx.z;
-  const int kv_head = head / group_size(args), row = token * group_size(args) + head % group_size(args);
+  const int kv_head = head / args.group, row = token * args.group + head % args.group;
   const int item = kv_head * ceil_div(row_count(args), ROWS) + row / ROWS;
   const Schedule<Bc> schedule(args);
   const int2 slots = args.automatic ? schedule.slots(batch, item)
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge_pieces(const DecodeAr
 }
 
 inline int item_count(const DecodeArgs& args) {
-  return args.batch * args.kv_heads * ceil_div(args.q_len * (args.q_heads / args.kv_heads), ROWS);
+  return args.batch * args.kv_heads * ceil_div(args.q_len * args.group, ROWS);
 }
 
 // A block a split where the caller has chosen them, else as many as fill the device.
