@@ -30,6 +30,7 @@ DEVICE uint32_t decode(uint32_t q) {
 }
 
 DEVICE void fetch_w(uint8_t (&w)[BN][W_PITCH], const GemmW4a8Args& args, int first_n, int k) {
+#pragma unroll 1  // registers are short
   for (int i = threadIdx.x; i < BN * BK / 32; i += THREADS) {
     const int row = i / (BK / 32), column = i % (BK / 32) * 16, n = min(first_n + row, args.n - 1);
     cp_async_cg(smem_u32(&w[row][column]), args.w_codes + (static_cast<int64_t>(n) * args.k + k) / 2 + column);
@@ -43,10 +44,8 @@ __global__ void __launch_bounds__(THREADS, 2) gemm_exact_scales(const __grid_con
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, group = threadIdx.x / WARPGROUP;
   const int g = lane / 4, t = lane % 4, row = group * 64 + warp * 16 + g;
   const int first_n = blockIdx.x * BN, first_m = blockIdx.y * BM, groups = args.k / GROUP;
-  const Scale* scales[2];
-  for (int half = 0; half < 2; ++half)
-    scales[half] = static_cast<const Scale*>(args.w_scales) +
-                   static_cast<int64_t>(min(first_n + row + half * 8, args.n - 1)) * groups;
+  const int n = min(first_n + row, args.n - 1), rows_to_second = min(8, args.n - 1 - n);
+  const Scale* scales = static_cast<const Scale*>(args.w_scales) + static_cast<int64_t>(n) * groups;
   Smem& smem = dynamic_smem<Smem>();
 
   if (threadIdx.x == 0) {
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(THREADS, 2) gemm_exact_scales(const __grid_con
     if (next < groups) fetch(next % STAGES, next * BK);
     cp_async_commit_group();
 
-    const float scale[2] = {to_float(scales[0][i]), to_float(scales[1][i])};
+    const float scale[2] = {to_float(scales[i]), to_float(scales[rows_to_second * groups + i])};
     uint32_t a[BK / 32][4];
 #pragma unroll
     for (int k = 0; k < BK / 32; ++k)

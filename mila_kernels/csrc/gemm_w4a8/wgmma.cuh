@@ -32,20 +32,32 @@ DEVICE void unfold(uint32_t& first, uint32_t& second, uint32_t word) {
   first = word & E4M3_BITS;
   second = ((word << 2 & FROM_RIGHT) | (word >> 2 & ~FROM_RIGHT)) & E4M3_BITS;
 }
-// A thread's A operands of a block's four products of 32 columns, and the scales of its rows g and g + 8.
-DEVICE void load_a(uint32_t (&a)[4][4], float (&scale)[2], const uint8_t* block) {
-  const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, warp = thread / WARP;
+// The A operands of a block's four products of 32 columns, from a thread's words.
+DEVICE void unfold(uint32_t (&a)[4][4], const uint4 (&words)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint4 words = *reinterpret_cast<const uint4*>(block + half * (BLOCK_CODES / 2) + thread * 16);
-    unfold(a[2 * half][0], a[2 * half][1], words.x);
-    unfold(a[2 * half][2], a[2 * half][3], words.y);
-    unfold(a[2 * half + 1][0], a[2 * half + 1][1], words.z);
-    unfold(a[2 * half + 1][2], a[2 * half + 1][3], words.w);
+    unfold(a[2 * half][0], a[2 * half][1], words[half].x);
+    unfold(a[2 * half][2], a[2 * half][3], words[half].y);
+    unfold(a[2 * half + 1][0], a[2 * half + 1][1], words[half].z);
+    unfold(a[2 * half + 1][2], a[2 * half + 1][3], words[half].w);
   }
+}
+
+// A thread's words of a block, and the scales of its rows g and g + 8.
+DEVICE void load_block(uint4 (&words)[2], float (&scale)[2], const uint8_t* block) {
+  const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP, warp = thread / WARP;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    words[half] = *reinterpret_cast<const uint4*>(block + half * (BLOCK_CODES / 2) + thread * 16);
   const float* scales = reinterpret_cast<const float*>(block + BLOCK_CODES) + warp * 16 + lane / 4;
   scale[0] = scales[0];
   scale[1] = scales[8];
+}
+
+DEVICE void load_a(uint32_t (&a)[4][4], float (&scale)[2], const uint8_t* block) {
+  uint4 words[2];
+  load_block(words, scale, block);
+  unfold(a, words);
 }
 
 // ---- the output ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,128 @@
+// Change: products in flight while a warpgroup adds. A batch is 64 tokens, and there are two sets of sums: while one batch is
+//   multiplied the other is added.
+// Prediction: a warpgroup leaves the tensor cores empty only once in 128 columns, while it decodes; the other fills some of
+//   that: 80 to 90% busy.
+// Measured: H200, 2026-11-29, prototype, one run: gate_up 1024 / 4096 / 8192 1,069 / 1,158 / 1,180, fc_down 1,149 / 1,139 /
+//   1,145 TFLOP/s: 75 to 79% busy at 1,375 to 1,616 MHz; without the decoding no better (1,040 to 1,132).
+// Verdict: kept. The board's 700 W set the clock; sharing the tokens' tile in a cluster of two, by multicast, was slower
+//   (71 to 74% busy), an order enforced between the warpgroups' batches too.
+// Architectures: sm_90a
+// Predecessor: 08_warp_specialised
+#include "args.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
+constexpr int BN = CONSUMERS * 64, BM = 256, BK = GROUP;  // weight rows, tokens and columns of a tile
+constexpr int BATCH = 64, BATCHES = BM / BATCH;           // tokens of a batch of products
+constexpr int STAGES = 4;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+
+struct Smem {
+  alignas(1024) uint8_t x[STAGES][BM][BK];
+  alignas(1024) uint16_t y[CONSUMERS][BM][64];
+  alignas(128) uint8_t w[STAGES][CONSUMERS][BLOCK_BYTES];
+  uint64_t full[STAGES], empty[STAGES];
+};
+
+DEVICE void produce(Smem& smem, const CUtensorMap& x_map, const GemmW4a8Args& args, const Tiles& tiles) {
+  const int groups = args.k / GROUP, blocks_n = ceil_div(args.n, 64);
+  int i = 0;
+  for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
+    const Place place = tiles.place(tile);
+    const int first_block = place.n * CONSUMERS, blocks = min(CONSUMERS, blocks_n - first_block);
+    for (int group = 0; group < groups; ++group, ++i) {
+      const int stage = i % STAGES;
+      const uint32_t full = smem_u32(&smem.full[stage]);
+      mbarrier_wait(smem_u32(&smem.empty[stage]), (i / STAGES & 1) ^ 1);
+      mbarrier_arrive_expect_tx(full, BM * BK + blocks * BLOCK_BYTES);
+      cp_async_bulk_tensor_2d_g2s(smem_u32(smem.x[stage]), &x_map, group * BK, place.m * BM, full);
+      const int64_t block = static_cast<int64_t>(group) * blocks_n + first_block;
+      cp_async_bulk_g2s(smem_u32(smem.w[stage]), args.w_codes + block * BLOCK_BYTES, blocks * BLOCK_BYTES, full);
+    }
+  }
+}
+
+template <typename T>
+DEVICE void consume(Smem& smem, const CUtensorMap& y_map, const GemmW4a8Args& args, const Tiles& tiles, int consumer) {
+  const int lane = threadIdx.x % WARP, groups = args.k / GROUP, blocks_n = ceil_div(args.n, 64);
+  int i = 0;
+  for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
+    const Place place = tiles.place(tile);
+    const int my_block = min(consumer, blocks_n - place.n * CONSUMERS - 1);  // what is past the last row is not stored
+    warm_scales<BM>(args, place.m * BM);
+    float acc_regs[BATCHES][BATCH / 2] = {};
+    float sums[2][BATCH / 2], last_scale[2] = {};
+    for (float& sum : sums[1]) sum = 0.0f;  // what the first batch adds in place of one before it
+    int last_stage = 0;
+    for (int group = 0; group < groups; ++group, ++i) {
+      const int stage = i % STAGES;
+      mbarrier_wait(smem_u32(&smem.full[stage]), i / STAGES & 1);
+      uint4 words[2];
+      float scale[2];
+      load_block(words, scale, smem.w[stage][my_block]);
+      wgmma_wait_group<0>();  // the last batch of the group before this one, which had the registers of `a`
+      if (group > 0 && lane == 0) mbarrier_arrive(smem_u32(&smem.empty[last_stage]));
+      uint32_t a[BK / 32][4];
+      unfold(a, words);
+      const uint64_t b = wgmma_descriptor(smem_u32(smem.x[stage]), 16, 1024, Swizzle::b128);
+#pragma unroll
+      for (int batch = 0; batch < BATCHES; ++batch) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BK / 32; ++k)
+          wgmma_k32_e4m3<BATCH>(sums[batch % 2], a[k], wgmma_advance(b, batch * BATCH * BK + k * 32), k);
+        wgmma_commit_group();
+        if (batch == 0) {
+          add_scaled(acc_regs[BATCHES - 1], last_scale, sums[1]);
+        } else {
+          wgmma_wait_group<1>();
+          add_scaled(acc_regs[batch - 1], scale, sums[(batch - 1) % 2]);
+        }
+      }
+      last_scale[0] = scale[0];
+      last_scale[1] = scale[1];
+      last_stage = stage;
+    }
+    wgmma_wait_group<0>();
+    if (lane == 0) mbarrier_arrive(smem_u32(&smem.empty[last_stage]));
+    add_scaled(acc_regs[BATCHES - 1], last_scale, sums[1]);
+    store_batches<T>(smem.y[consumer], acc_regs, args, y_map, consumer, (place.n * CONSUMERS + consumer) * 64,
+                     place.m * BM);
+  }
+  if (threadIdx.x % WARPGROUP == 0) cp_async_bulk_wait_group<0>();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) gemm_batches_in_flight(const __grid_constant__ CUtensorMap x_map,
+                                                                    const __grid_constant__ CUtensorMap y_map,
+                                                                    const GemmW4a8Args args) {
+  Smem& smem = dynamic_smem<Smem>();
+  const Tiles tiles = {ceil_div(args.n, BN), ceil_div(args.m, BM)};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(smem_u32(&smem.full[i]), 1);
+      mbarrier_init(smem_u32(&smem.empty[i]), CONSUMERS * WARPGROUP / WARP);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == 0) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce(smem, x_map, args, tiles);
+  } else {
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume<T>(smem, y_map, args, tiles, warpgroup - 1);
+  }
+}
+
+extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream) {
+  if (args->phase == PHASE_QUANTIZE) return launch_quantize(*args, stream);
+  if (args->layout != LAYOUT_BLOCKS) return "the weight is in another layout than this step reads";
+  return with_dtype(args->y_dtype, [&]<typename T>() -> const char* {
+    CUtensorMap x_map, y_map;
+    if (const char* problem = make_maps<T>(x_map, y_map, *args, BM)) return problem;
+    const int tiles = ceil_div(args->n, BN) * ceil_div(args->m, BM);
+    return launch(gemm_batches_in_flight<T>, min(tiles, args->sm_count), THREADS, sizeof(Smem), stream, x_map, y_map, *args);
+  });
+}
