@@ -914,7 +914,7 @@ std::string stuck(Worker& w) {
       if (u.exited || u.waits != t.waits || u.place.pc != t.place.pc || u.place.site.line != t.place.site.line ||
           u.barrier != t.barrier)
         continue;
-      if (u.warp == t.warp || lines >= 6) told[j] = true, ++same;
+      if (u.warp == t.warp || t.barrier || lines >= 6) told[j] = true, ++same;
     }
     if (lines++ < 8) append(places, "; %s", waiting(t).c_str());
     if (same > 1 && lines <= 8) append(places, " with %u more", same - 1);

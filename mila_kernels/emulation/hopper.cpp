@@ -78,6 +78,12 @@ bool given_to_async_proxy(const Thread& t, uint32_t epoch) {
   return (agent == t.linear ? t.fenced : t.known->fenced[agent]) >= clock;
 }
 
+std::string made_at(const Mbarrier& b) {
+  std::string text;
+  append(text, "made at %s:%d", short_path(b.place.site.file).c_str(), b.place.site.line);
+  return text;
+}
+
 std::string barrier_name(const Mbarrier& b) {
   std::string text;
   append(text, "the mbarrier at offset %u of shared memory", b.offset);
@@ -192,7 +198,7 @@ std::string phase_of(const Mbarrier& b) {
   std::string text = "expect_tx: ";
   append(text, "%lld bytes more than were expected come to ", static_cast<long long>(missing));
   report(text + phase_of(b) + "; a copy of " + std::to_string(load.box.bytes) + " bytes was issued at " +
-         where(load.box.place) + " by " + who(current->worker->threads[load.box.thread]) + "; made at " + where(b.place));
+         where(load.box.place) + " by " + who(current->worker->threads[load.box.thread]) + "; " + made_at(b));
 }
 
 void end_phase(Worker& w, uint32_t index, const Load* last) {
@@ -204,7 +210,7 @@ void end_phase(Worker& w, uint32_t index, const Load* last) {
       report_short(b, load, static_cast<int64_t>(load.box.bytes) - b.bytes);
   if (b.bytes < 0) {
     if (last) report_short(b, *last, -b.bytes);
-    report("expect_tx: more bytes than were expected have come to " + phase_of(b) + "; made at " + where(b.place));
+    report("expect_tx: more bytes than were expected have come to " + phase_of(b) + "; " + made_at(b));
   }
   if (b.bytes > 0) return;
   if (b.gathering) {
@@ -242,7 +248,7 @@ std::string barrier_state(const Thread& t) {
   }
   const Mbarrier& b = h.barriers[t.barrier - 1];
   append(text, ", for parity %u of ", t.parity);
-  return text + phase_of(b) + ", made at " + where(b.place);
+  return text + phase_of(b) + ", " + made_at(b);
 }
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
@@ -934,8 +940,13 @@ void setmaxnreg(int registers, bool more, Site site) {
   together(Kind::setmaxnreg, static_cast<uint32_t>(registers * 2 + more), place, [&](Warpgroup& g, uint32_t) {
     const Worker& w = *current->worker;
     const Hopper& h = *w.hopper;
-    g.registers = registers;
     const int threads = static_cast<int>(w.launch->block_threads), groups = threads / static_cast<int>(WARPGROUP_LANES);
+    // What a kernel with setmaxnreg starts with; afterwards what it said last.
+    const int before = g.registers ? g.registers : std::min(65536 / threads / 8 * 8, 255);
+    if (more ? registers < before : registers > before)
+      report(std::string("setmaxnreg.") + (more ? "inc" : "dec") + " by " + who(*current) + " from " +
+             std::to_string(before) + " registers to " + std::to_string(registers) + ", " + where(place));
+    g.registers = registers;
     int sum = 0;
     for (int i = 0; i < groups; ++i) {
       if (!h.groups[i].registers) return;

@@ -1,6 +1,6 @@
 // Change: a product whose tiles come by tensor copies through a ring of mbarriers to wgmma, and leave by tensor copies.
 // Prediction: none, it is never timed.
-// Measured: never.
+// Measured: its time never; right on an H200 (relative error 1.7e-3, the rounding of BF16).
 // Verdict: kept for the tests.
 // Architectures: sm_90a
 #include "hopper.cuh"

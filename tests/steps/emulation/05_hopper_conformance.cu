@@ -1,6 +1,6 @@
 // Change: every wrapper of hopper.cuh on given inputs.
 // Prediction: the emulation gives what a GPU gives: bit for bit, but for the sums of general products.
-// Measured: data/ptx_vectors holds a GPU's outputs.
+// Measured: data/ptx_vectors/record_hopper.py keeps a GPU's outputs.
 // Verdict: kept for the tests.
 // Architectures: sm_90a
 #include "hopper.cuh"
@@ -325,13 +325,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   }
 }
 
-// A kernel of its own: what ptxas gives a kernel with it depends on every branch.
-__global__ void __launch_bounds__(2 * THREADS, 1) registers(const HopperArgs args) {
+// A kernel of its own: what ptxas gives a kernel with it depends on every branch. 3 x 168 registers at first.
+__global__ void __launch_bounds__(3 * THREADS, 1) registers(const HopperArgs args) {
   if (threadIdx.x < THREADS) {
     setmaxnreg_dec<40>();
     args.out[threadIdx.x] = args.in[threadIdx.x] + 1;
   } else {
-    setmaxnreg_inc<256>();
+    setmaxnreg_inc<232>();
     args.out[threadIdx.x] = args.in[threadIdx.x] + 2;
   }
 }
@@ -357,6 +357,6 @@ extern "C" const char* launch_step(const HopperArgs* args, cudaStream_t stream) 
   if (args->rank && args->element_bytes == 4) error = make_map<float>(&map, *args, base);
   if (error) return error;
   if (args->wrapper == 35)  // case 35:  // setmaxnreg
-    return launch(registers, dim3(args->trials), 2 * THREADS, 0, stream, *args);
+    return launch(registers, dim3(args->trials), 3 * THREADS, 0, stream, *args);
   return launch(conformance, dim3(args->trials), THREADS, sizeof(Smem), stream, map, *args);
 }
