@@ -1,7 +1,7 @@
 // Change: the published starting point: the FP4 weight is upcast to a BF16 scratch (FP16 for FP16 activations), and the
 //   library multiplies 16-bit matrices. Activations stay as they are.
-// Prediction: at most the library's BF16 rate, 690 TFLOP/s here; the upcast writes and reads 4 bytes a weight, which for
-//   gate_up is 0.11 ms beside 0.35 ms of products at 1024 tokens: about 500.
+// Prediction: at most the library's BF16 rate, 690 TFLOP/s here; the upcast writes and reads 4 bytes a weight, which
+//   for gate_up is 0.11 ms beside 0.35 ms of products at 1024 tokens: about 500.
 // Measured: not yet.
 // Verdict: not yet.
 // Bound: 4e-3, scale x value is rounded to BF16, and so are the sums before a pair's scale is put in
@@ -19,15 +19,17 @@ __global__ void __launch_bounds__(THREADS) upcast(const GemmW4a8Args args) {
 #pragma unroll
   for (int i = 0; i < PER_THREAD / 2; ++i)
     pairs[i] = pack2<T>(fp4_value(q >> 8 * i & 15u) * scale, fp4_value(q >> (8 * i + 4) & 15u) * scale);
-  *reinterpret_cast<uint4*>(static_cast<T*>(args.w_scratch) + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  T* to = static_cast<T*>(args.w_scratch) + first;
+  *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream) {
   if (args->phase != PHASE_WEIGHT) return "this step only upcasts the weight";
   const int64_t words = static_cast<int64_t>(args->n) * args->k / PER_THREAD;
+  const unsigned blocks = static_cast<unsigned>(ceil_div<int64_t>(words, THREADS));
   return with_dtype(args->x_dtype, [&]<typename T>() {
     return with_scale(*args, [&]<typename Scale>() {
-      return launch(upcast<T, Scale>, static_cast<unsigned>(ceil_div<int64_t>(words, THREADS)), THREADS, 0, stream, *args);
+      return launch(upcast<T, Scale>, blocks, THREADS, 0, stream, *args);
     });
   });
 }

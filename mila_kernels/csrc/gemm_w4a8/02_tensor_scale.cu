@@ -1,12 +1,13 @@
-// Change: both matrices become E4M3. The weight goes to a scratch as scale x value over one static scale for all of it, the
-//   activations over one scale for all tokens, found anew at every call; the library multiplies FP8 and puts both scales in.
+// Change: both matrices become E4M3. The weight goes to a scratch as scale x value over one static scale for all of it,
+//   the activations over one scale for all tokens, found anew at every call; the library multiplies FP8 and puts both
+//   scales in.
 // Prediction: the library's FP8 rate is twice that of BF16 and the scratch half as large: 700 to 850 TFLOP/s. Rounding
 //   scale x value to three bits costs 2.6e-2; a token far smaller than the largest loses its lower bits or vanishes.
 // Measured: not yet.
 // Verdict: not yet.
 // Architectures: sm_89 sm_90a sm_100a sm_120
 // Bound: 6e-2, weights and activations are rounded to E4M3 under one scale each
-#include "args.cuh"
+#include "quantize.cuh"
 
 constexpr int THREADS = 256, PER_THREAD = 8;  // one word of codes
 
@@ -62,7 +63,8 @@ extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream
     });
   if (args->phase != PHASE_WEIGHT) return "the library multiplies, not this step";
   const int64_t words = static_cast<int64_t>(args->n) * args->k / PER_THREAD;
+  const unsigned blocks = static_cast<unsigned>(ceil_div<int64_t>(words, THREADS));
   return with_scale(*args, [&]<typename Scale>() {
-    return launch(weight_to_e4m3<Scale>, static_cast<unsigned>(ceil_div<int64_t>(words, THREADS)), THREADS, 0, stream, *args);
+    return launch(weight_to_e4m3<Scale>, blocks, THREADS, 0, stream, *args);
   });
 }

@@ -1,12 +1,12 @@
-// Change: a scale per token, found in one pass that also writes the codes. The library leaves FP32 sums, and an epilogue of
-//   ours makes y = x_scale[m] * w_scale * sum of them.
+// Change: a scale per token, found in one pass that also writes the codes. The library leaves FP32 sums, and an
+//   epilogue of ours makes y = x_scale[m] * w_scale * sum of them.
 // Prediction: tokens of any magnitude keep their three bits, at the same product rate; the FP32 sums cost 10 bytes an
 //   output, 0.5 ms of gate_up's 1.9 ms at 8192 tokens.
 // Measured: not yet.
 // Verdict: not yet.
 // Architectures: sm_89 sm_90a sm_100a sm_120
 // Bound: 4e-2, weights are rounded to E4M3 under one scale
-#include "args.cuh"
+#include "quantize.cuh"
 
 constexpr int THREADS = 256, PER_THREAD = 8;  // one word of codes
 
@@ -36,9 +36,9 @@ extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream
   if (args->phase == PHASE_QUANTIZE) return launch_quantize(*args, stream);
   if (args->phase == PHASE_WEIGHT) {
     const int64_t words = static_cast<int64_t>(args->n) * args->k / PER_THREAD;
+    const unsigned blocks = static_cast<unsigned>(ceil_div<int64_t>(words, THREADS));
     return with_scale(*args, [&]<typename Scale>() {
-      return launch(weight_to_e4m3<Scale>, static_cast<unsigned>(ceil_div<int64_t>(words, THREADS)), THREADS, 0, stream,
-                    *args);
+      return launch(weight_to_e4m3<Scale>, blocks, THREADS, 0, stream, *args);
     });
   }
   const dim3 grid(ceil_div(args->n, THREADS), min(args->m, 65535));

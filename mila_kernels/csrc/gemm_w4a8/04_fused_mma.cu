@@ -7,7 +7,7 @@
 // Verdict: not yet.
 // Architectures: sm_89 sm_90a sm_120
 // Bound: 4e-2, scale x value is rounded to E4M3
-#include "args.cuh"
+#include "quantize.cuh"
 
 constexpr int BN = 128, BM = 128, BK = GROUP;  // weight rows, tokens and columns of a tile
 constexpr int WARPS_N = 4, WARPS_M = 2, THREADS = WARPS_N * WARPS_M * WARP;

@@ -7,7 +7,6 @@
 // Verdict: not yet.
 // Architectures: sm_90a
 // Bound: 4e-2, scale x value is rounded to E4M3
-#include "args.cuh"
 #include "wgmma.cuh"
 
 constexpr int BN = 128, BM = 128, BK = GROUP;  // weight rows, tokens and columns of a tile

@@ -1,12 +1,11 @@
-// Change: no weight is rounded. The tensor cores multiply the codes' own values, which E4M3 holds, and every 128 columns
-//   the sums are added into FP32 registers, times the group's scale.
-// Prediction: the error falls from 2.6e-2 to the output's rounding, 1.65e-3, and sums of any length stay right, where the
-//   tensor cores' own stop at 13 bits. Decoding needs no table any more; the additions cost 64 FFMA a thread beside 512
-//   clocks of products: about as fast as before.
+// Change: no weight is rounded. The tensor cores multiply the codes' own values, which E4M3 holds, and every 128
+//   columns the sums are added into FP32 registers, times the group's scale.
+// Prediction: the error falls from 2.6e-2 to the output's rounding, 1.65e-3, and sums of any length stay right, where
+//   the tensor cores' own stop at 13 bits. Decoding needs no table any more; the additions cost 64 FFMA a thread beside
+//   512 clocks of products: about as fast as before.
 // Measured: not yet.
 // Verdict: not yet.
 // Architectures: sm_90a
-#include "args.cuh"
 #include "wgmma.cuh"
 
 constexpr int BN = 128, BM = 128, BK = GROUP;  // weight rows, tokens and columns of a tile
@@ -23,7 +22,7 @@ struct Smem {
 
 constexpr int HALF = BM / 2;  // tokens of a batch of products: the sums of two blocks an SM fit into its registers
 
-// The four codes in the lower half of q as E4M3 of value x 2^-6: two bits of exponent and one of mantissa fit as they are.
+// The four codes in the lower half of q, in E4M3 as value x 2^-6: exponent and mantissa fit in as they are.
 DEVICE uint32_t decode(uint32_t q) {
   const uint32_t signs = prmt(q, q << 4, 0x9d8cu);  // the sign of a byte, spread over it: of an odd code, an even one
   return prmt(0x0c080400u, 0x1c181410u, q & 0x7777u) | (signs & 0x80808080u);

@@ -1,12 +1,11 @@
-// Change: the weight is shuffled once, into blocks of 64 rows x 128 columns with their FP32 scales behind. A thread finds its
-//   codes in two 16-byte loads, a word folded so that five operations unfold eight of them; one bulk copy brings a
-//   tile's blocks, and no thread computes an address.
-// Prediction: decoding was 10 operations for 8 codes, eight narrow loads and two from global memory for the scales: a third
-//   of it remains; 600 to 700 TFLOP/s, the waits between the stages being what is left.
+// Change: the weight is shuffled once, into blocks of 64 rows x 128 columns with their FP32 scales behind. A thread
+//   finds its codes in two 16-byte loads, a word folded so that five operations unfold eight of them; one bulk copy
+//   brings a tile's blocks, and no thread computes an address.
+// Prediction: decoding was 10 operations for 8 codes, eight narrow loads and two from global memory for the scales: a
+//   third of it remains; 600 to 700 TFLOP/s, the waits between the stages being what is left.
 // Measured: not yet.
 // Verdict: not yet.
 // Architectures: sm_90a
-#include "args.cuh"
 #include "wgmma.cuh"
 
 constexpr int BN = 128, BM = 128, BK = GROUP;  // weight rows, tokens and columns of a tile

@@ -1,14 +1,15 @@
-// Change: one warp only copies, two warpgroups only multiply, and blocks stay on their SM and take tile after tile. Stages
-//   are handed over by mbarriers in place of barriers of the block; registers move from the copying warps to the
-//   others, which take 256 tokens each. Tiles are walked in groups of 8 in tokens, so that what one wave reads stays in L2.
-// Prediction: the copies run ahead of the products, also over the end of a tile: the tensor cores wait for the additions
-//   only, which the other warpgroup's products hide; 1,100 to 1,300 TFLOP/s.
-// Measured: H200, 2026-11-29, prototype in one run with the later steps, graph of 20 launches: gate_up 1024 / 4096 / 8192
-//   983 / 1,001 / 995, fc_down 1,079 / 997 / 965 TFLOP/s. Tensor cores busy 70 to 72% of the clocks, at 1,350 to 1,620 MHz.
-// Verdict: kept. The prediction was too high: without the additions the same kernel has 93 to 98% busy (1,307 to 1,412).
-//   Both warpgroups finish their batches together, and then both add.
+// Change: one warp only copies, two warpgroups only multiply, and blocks stay on their SM and take tile after tile.
+//   Stages are handed over by mbarriers in place of barriers of the block; registers move from the copying warps to the
+//   others, which take 256 tokens each. Tiles are walked in groups of 8 in tokens, so that what one wave reads stays in
+//   L2.
+// Prediction: the copies run ahead of the products, also over the end of a tile: the tensor cores wait for the
+//   additions only, which the other warpgroup's products hide; 1,100 to 1,300 TFLOP/s.
+// Measured: H200, 2026-11-29, prototype in one run with the later steps, graph of 20 launches: gate_up 1024 / 4096 /
+//   8192 983 / 1,001 / 995, fc_down 1,079 / 997 / 965 TFLOP/s. Tensor cores busy 70 to 72% of the clocks, at 1,350 to
+//   1,620 MHz.
+// Verdict: kept. The prediction was too high: without the additions the same kernel has 93 to 98% busy (1,307 to
+//   1,412). Both warpgroups finish their batches together, and then both add.
 // Architectures: sm_90a
-#include "args.cuh"
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
@@ -108,6 +109,7 @@ extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream
     CUtensorMap x_map, y_map;
     if (const char* problem = make_maps<T>(x_map, y_map, *args, BM)) return problem;
     const int tiles = ceil_div(args->n, BN) * ceil_div(args->m, BM);
-    return launch(gemm_warp_specialised<T>, min(tiles, args->sm_count), THREADS, sizeof(Smem), stream, x_map, y_map, *args);
+    const int blocks = min(tiles, args->sm_count);
+    return launch(gemm_warp_specialised<T>, blocks, THREADS, sizeof(Smem), stream, x_map, y_map, *args);
   });
 }

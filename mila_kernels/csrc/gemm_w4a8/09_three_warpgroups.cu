@@ -1,12 +1,11 @@
-// Change: three warpgroups multiply, each 64 rows of the weight x 128 tokens, so that two of them are left to feed the tensor
-//   cores while one adds. A tile is 192 x 128: 38 bytes a clock from L2 in place of 40.
+// Change: three warpgroups multiply, each 64 rows of the weight x 128 tokens, so that two of them are left to feed the
+//   tensor cores while one adds. A tile is 192 x 128: 38 bytes a clock from L2 in place of 40.
 // Prediction: 80 to 90% busy.
-// Measured: H200, 2026-11-29, prototype, one run: gate_up 1024 / 4096 / 8192 1,114 / 1,073 / 1,059, fc_down 720 / 1,156 /
-//   1,047 TFLOP/s: 72 to 75% busy.
-// Verdict: slower than batches in flight (10), though faster than two warpgroups with one batch each. fc_down has 20 tiles
-//   of 192 rows: 160 at 1024 tokens, two waves of 132. A thread has 160 registers: no room for a second batch.
+// Measured: H200, 2026-11-29, prototype, one run: gate_up 1024 / 4096 / 8192 1,114 / 1,073 / 1,059, fc_down 720 / 1,156
+//   / 1,047 TFLOP/s: 72 to 75% busy.
+// Verdict: slower than batches in flight (10), though faster than two warpgroups with one batch each. fc_down has 20
+//   tiles of 192 rows: 160 at 1024 tokens, two waves of 132. A thread has 160 registers: no room for a second batch.
 // Architectures: sm_90a
-#include "args.cuh"
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 3, THREADS = (1 + CONSUMERS) * WARPGROUP;
@@ -106,6 +105,7 @@ extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream
     CUtensorMap x_map, y_map;
     if (const char* problem = make_maps<T>(x_map, y_map, *args, BM)) return problem;
     const int tiles = ceil_div(args->n, BN) * ceil_div(args->m, BM);
-    return launch(gemm_three_warpgroups<T>, min(tiles, args->sm_count), THREADS, sizeof(Smem), stream, x_map, y_map, *args);
+    const int blocks = min(tiles, args->sm_count);
+    return launch(gemm_three_warpgroups<T>, blocks, THREADS, sizeof(Smem), stream, x_map, y_map, *args);
   });
 }

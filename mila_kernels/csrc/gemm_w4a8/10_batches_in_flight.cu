@@ -1,14 +1,13 @@
-// Change: products in flight while a warpgroup adds. A batch is 64 tokens, and there are two sets of sums: while one batch is
-//   multiplied the other is added.
-// Prediction: a warpgroup leaves the tensor cores empty only once in 128 columns, while it decodes; the other fills some of
-//   that: 80 to 90% busy.
-// Measured: H200, 2026-11-29, prototype, one run: gate_up 1024 / 4096 / 8192 1,069 / 1,158 / 1,180, fc_down 1,149 / 1,139 /
-//   1,145 TFLOP/s: 75 to 79% busy at 1,375 to 1,616 MHz; without the decoding no better (1,040 to 1,132).
-// Verdict: kept. The board's 700 W set the clock; sharing the tokens' tile in a cluster of two, by multicast, was slower
-//   (71 to 74% busy), an order enforced between the warpgroups' batches too.
+// Change: products in flight while a warpgroup adds. A batch is 64 tokens, and there are two sets of sums: while one
+//   batch is multiplied the other is added.
+// Prediction: a warpgroup leaves the tensor cores empty only once in 128 columns, while it decodes; the other fills
+//   some of that: 80 to 90% busy.
+// Measured: H200, 2026-11-29, prototype, one run: gate_up 1024 / 4096 / 8192 1,069 / 1,158 / 1,180, fc_down 1,149 /
+//   1,139 / 1,145 TFLOP/s: 75 to 79% busy at 1,375 to 1,616 MHz; without the decoding no better (1,040 to 1,132).
+// Verdict: kept. The board's 700 W set the clock; sharing the tokens' tile in a cluster of two, by multicast, was
+//   slower (71 to 74% busy), an order enforced between the warpgroups' batches too.
 // Architectures: sm_90a
 // Predecessor: 08_warp_specialised
-#include "args.cuh"
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
@@ -123,6 +122,7 @@ extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream
     CUtensorMap x_map, y_map;
     if (const char* problem = make_maps<T>(x_map, y_map, *args, BM)) return problem;
     const int tiles = ceil_div(args->n, BN) * ceil_div(args->m, BM);
-    return launch(gemm_batches_in_flight<T>, min(tiles, args->sm_count), THREADS, sizeof(Smem), stream, x_map, y_map, *args);
+    const int blocks = min(tiles, args->sm_count);
+    return launch(gemm_batches_in_flight<T>, blocks, THREADS, sizeof(Smem), stream, x_map, y_map, *args);
   });
 }

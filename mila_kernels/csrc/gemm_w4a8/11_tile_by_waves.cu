@@ -1,12 +1,11 @@
-// Change: the tile's tokens are 256, 192 or 128, whichever is done first by the number of waves that the tiles make. 192 are two
-//   batches of 96, with one batch the less to wait for than 256 have in 128 columns.
-// Prediction: fc_down's 30 tiles of rows make 3.6 waves at 4096 tokens in tiles of 256, so 9% of the SMs' time is idle, and 5.0
-//   in tiles of 192: 9% faster there and at 8192, the same elsewhere.
-// Measured: H200, 2026-11-29, prototype in tiles of 192, one run: gate_up 1024 / 4096 / 8192 1,074 / 1,170 / 1,143, fc_down
-//   784 / 1,237 / 1,223 TFLOP/s: 75 to 80% busy.
+// Change: the tile's tokens are 256, 192 or 128, whichever is done first by the number of waves that the tiles make.
+//   192 are two batches of 96, with one batch the less to wait for than 256 have in 128 columns.
+// Prediction: fc_down's 30 tiles of rows make 3.6 waves at 4096 tokens in tiles of 256, so 9% of the SMs' time is idle,
+//   and 5.0 in tiles of 192: 9% faster there and at 8192, the same elsewhere.
+// Measured: H200, 2026-11-29, prototype in tiles of 192, one run: gate_up 1024 / 4096 / 8192 1,074 / 1,170 / 1,143,
+//   fc_down 784 / 1,237 / 1,223 TFLOP/s: 75 to 80% busy.
 // Verdict: kept: 8% faster on fc_down from 4096 tokens on.
 // Architectures: sm_90a
-#include "args.cuh"
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
@@ -132,7 +131,8 @@ const char* launch_tiles(const GemmW4a8Args& args, cudaStream_t stream) {
   CUtensorMap x_map, y_map;
   if (const char* problem = make_maps<T>(x_map, y_map, args, TOKENS)) return problem;
   const int tiles = ceil_div(args.n, BN) * ceil_div(args.m, TOKENS);
-  return launch(gemm_tile_by_waves<T, TILE>, min(tiles, args.sm_count), THREADS, sizeof(Smem<TILE>), stream, x_map, y_map, args);
+  const int blocks = min(tiles, args.sm_count);
+  return launch(gemm_tile_by_waves<T, TILE>, blocks, THREADS, sizeof(Smem<TILE>), stream, x_map, y_map, args);
 }
 
 // What the waves of a tile size take, in tokens; the start and end of a tile are worth 32 of them.

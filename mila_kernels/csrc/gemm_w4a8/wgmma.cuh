@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../hopper.cuh"
-#include "args.cuh"
+#include "quantize.cuh"
 
 constexpr int WARPGROUP = 128;
 constexpr float RESTORE = 64.0f;  // codes put into E4M3 bit by bit are 2^-6 times as large
@@ -19,14 +19,15 @@ const char* make_maps(CUtensorMap& x_map, CUtensorMap& y_map, const GemmW4a8Args
                                Promotion::none);
 }
 
-// ---- LAYOUT_BLOCKS: [k / 128][n / 64] blocks, made by _blocks in mila_kernels/gemm.py ---------------------------------
+// ---- LAYOUT_BLOCKS: [k / 128][n / 64] blocks, made by _blocks in mila_kernels/gemm.py -------------------------------------------------------------------------------
 
 // Codes of 64 rows x 128 columns, then 64 scales in FP32. Thread t of a warpgroup owns the 16 bytes at 16 t and at
 // 2048 + 16 t: words for each step of 32 columns, for the 4 columns from 4 (t % 4) and for those 16 further.
 constexpr int BLOCK_CODES = 64 * GROUP / 2, BLOCK_BYTES = BLOCK_CODES + 64 * 4;
 
-// A byte of a word is s1 e1' s2 e1 e0 m e0' m', a code of row g being s1 e1 e0 m, one of row g + 8 s2 e1' e0' m'. E4M3 wants
-// s . . e1 e0 m . .: of the first row that is one AND, of the second two shifts first. The value is that of the code x 2^-6.
+// A byte of a word is s1 e1' s2 e1 e0 m e0' m', a code of row g being s1 e1 e0 m, one of row g + 8 s2 e1' e0' m'. E4M3
+// wants s . . e1 e0 m . .: for the first row one AND makes it, for the second two shifts come first. What that is worth
+// is the code's value x 2^-6.
 DEVICE void unfold(uint32_t& first, uint32_t& second, uint32_t word) {
   constexpr uint32_t E4M3_BITS = 0x9c9c9c9cu, FROM_RIGHT = 0x8c8c8c8cu;
   first = word & E4M3_BITS;
@@ -60,7 +61,7 @@ DEVICE void load_a(uint32_t (&a)[4][4], float (&scale)[2], const uint8_t* block)
   unfold(a, words);
 }
 
-// ---- the output ------------------------------------------------------------------------------------------------------
+// ---- the output -----------------------------------------------------------------------------------------------------
 
 // The bias of rows g and g + 8 of a warp's 16.
 template <typename T>
@@ -86,7 +87,8 @@ DEVICE void to_rows_of_tokens(uint16_t (*y)[64], const float (&sums)[SIZE], cons
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int m = first_m + (j + i) * 8 + 2 * t;
-      const float low = args.x_scales[min(m, args.m - 1)] * factor, high = args.x_scales[min(m + 1, args.m - 1)] * factor;
+      const float low = args.x_scales[min(m, args.m - 1)] * factor;
+      const float high = args.x_scales[min(m + 1, args.m - 1)] * factor;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         pairs[2 * i + half] = pack2<T>(fmaf(low, sums[(j + i) * 4 + 2 * half], bias.row[half]),
@@ -112,7 +114,7 @@ DEVICE void store_tile(uint16_t (*y)[64], const float (&sums)[SIZE], const GemmW
   }
 }
 
-// ---- persistent blocks -----------------------------------------------------------------------------------------------
+// ---- persistent blocks ----------------------------------------------------------------------------------------------
 
 struct Place {
   int n, m;  // in tiles
