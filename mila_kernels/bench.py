@@ -241,7 +241,7 @@ def time_cuda(
     if cache == "cold" and refusal:
         raise ValueError(f"cache: {refusal}")
     with torch.cuda.device(place):
-        for i in range(warmup):
+        for i in range(max(warmup, len(todo))):  # each set once: a weight may be shuffled at its first call
             todo[i % len(todo)]()
         estimate, ahead = _estimate(todo)
         flusher = Flush(place, size) if cache == "cold" and not rotating else None

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from .linear import Fp4Weight
 from .shapes import Workload
 
 MASK_BYTES = 2 << 30  # scores above this do not fit beside everything else, so the pipeline is not offered
@@ -123,9 +124,30 @@ def _of_ring(prepare: Callable[..., Callable[[], torch.Tensor]]) -> Callable[...
     return prepare_ring
 
 
+def _bf16_product(x_codes: torch.Tensor, x_scales: torch.Tensor, w: Fp4Weight) -> Callable[[], torch.Tensor]:
+    """The library's product of both matrices in BF16, which they were brought to beforehand."""
+    x = (x_codes.float() * x_scales[:, None]).to(torch.bfloat16)
+    weight = w.dequantize(torch.bfloat16)
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def _fp8_product(x_codes: torch.Tensor, x_scales: torch.Tensor, w: Fp4Weight) -> Callable[[], torch.Tensor]:
+    """torch._scaled_mm in E4M3 with one scale a side, its fastest form; both were rounded to that beforehand."""
+    weight = w.dequantize(torch.float32)
+    scale = (weight.abs().amax() / 448).view(1)
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    token_scale = x_scales.amax().view(1)
+    x = (x_codes.float() * (x_scales / token_scale)[:, None]).to(torch.float8_e4m3fn)
+    return lambda: torch._scaled_mm(
+        x, codes.T, scale_a=token_scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
 PEERS: list[Peer] = [
     Peer("prefill", "torch three calls", _three_calls, _scores_fit),
     Peer("prefill", "torch SDPA", _sdpa, lambda w: not w.window or _scores_fit(w), needs_cuda=True),
+    Peer("gemm_w4a8", "torch BF16", _bf16_product, needs_cuda=True),
+    Peer("gemm_w4a8", "torch _scaled_mm FP8", _fp8_product, needs_cuda=True),
     Peer("prefill_ring", "torch three calls", _of_ring(_three_calls), _scores_fit),
     Peer("prefill_ring", "torch SDPA", _of_ring(_sdpa), _scores_fit, needs_cuda=True),
 ]

@@ -19,7 +19,7 @@ const char* make_maps(CUtensorMap& x_map, CUtensorMap& y_map, const GemmW4a8Args
                                Promotion::none);
 }
 
-// ---- LAYOUT_BLOCKS: [k / 128][n / 64] blocks, made by _blocks in mila_kernels/gemm.py -------------------------------------------------------------------------------
+// ---- LAYOUT_BLOCKS: [k / 128][n / 64] blocks, made by _blocks in mila_kernels/gemm.py ----------------------------
 
 // Codes of 64 rows x 128 columns, then 64 scales in FP32. Thread t of a warpgroup owns the 16 bytes at 16 t and at
 // 2048 + 16 t: words for each step of 32 columns, for the 4 columns from 4 (t % 4) and for those 16 further.
