@@ -7,6 +7,7 @@
 // Verdict: not yet.
 #include "args.cuh"
 
+constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
 constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a time
 constexpr int max_warps(int nt) { return nt == 1 ? 16 : nt == 2 ? 15 : 12; }  // by the registers that columns of B take
 constexpr uint32_t BF16_BITS = 0x81c081c0u;
@@ -31,7 +32,8 @@ struct Cut {
 // A warp's place in the walk over its units: for so many tiles, all passes; in each pass, the tiles.
 struct Walk {
   int begin, end, tile, pass;
-  uint32_t unit;  // tile * groups + group
+  uint32_t unit;    // tile * groups + group
+  uint32_t second;  // 1, or 0 where the warp has one group only: it reads it twice
 };
 
 template <typename Scale>
@@ -68,6 +70,7 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
   const int x_of_a_pass = HELD * columns * GROUP_PITCH;
   bf16* const x_warp = x_smem + warp * cut.x_passes * x_of_a_pass;
   float* const y_smem = reinterpret_cast<float*>(x_smem + cut.warps * cut.x_passes * x_of_a_pass);
+  float* const y_warp = y_smem + (warp * columns + 2 * t) * TILE_ROWS + g;
   const uint8_t* const codes = args.codes + lane * 16;
   const Scale* const scales = static_cast<const Scale*>(args.scales) + g * 2;
 
@@ -75,6 +78,7 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
   const auto group_of = [&](int pass, int i) { return (pass * cut.warps + warp) * HELD + i; };
   const auto enter = [&](Walk& at) {
     at.unit = (blockIdx.x + static_cast<uint32_t>(at.tile) * gridDim.x) * groups + min(group_of(at.pass, 0), groups - 1);
+    at.second = group_of(at.pass, 1) < groups ? 1 : 0;
   };
   const auto advance = [&](Walk& at) {
     at.unit += gridDim.x * groups;
@@ -87,19 +91,23 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
     at.tile = at.begin;
     enter(at);
   };
-  const auto second = [&](int pass) { return group_of(pass, 1) < groups ? 1u : 0u; };
 
-  Walk next = {0, min(cut.tiles, my_tiles), 0, 0, 0};
+  Walk next = {0, min(cut.tiles, my_tiles), 0, 0, 0, 0};
   enter(next);
   Held<Scale> held;
+  const uint8_t* codes_from[HELD];
+  const Scale* scales_from[HELD];
+  const auto aim = [&] {
+    codes_from[0] = codes + static_cast<uint64_t>(next.unit) * UNIT_BYTES;
+    codes_from[1] = codes_from[0] + next.second * UNIT_BYTES;
+    scales_from[0] = scales + static_cast<uint64_t>(next.unit) * TILE_ROWS;
+    scales_from[1] = scales_from[0] + next.second * TILE_ROWS;
+  };
   const auto load_words = [&](int i, int half) {
-    const uint64_t unit = next.unit + i * second(next.pass);
-    held.words[i][half] = ld_global_nc_no_allocate_v4_u32(codes + unit * (TILE_ROWS * GROUP / 2) + half * 512);
+    held.words[i][half] = ld_global_nc_no_allocate_v4_u32(codes_from[i] + half * 512);
   };
-  const auto load_scales = [&](int i) {
-    const uint64_t unit = next.unit + i * second(next.pass);
-    load_pair(held.scales[i], scales + unit * TILE_ROWS);
-  };
+  const auto load_scales = [&](int i) { load_pair(held.scales[i], scales_from[i]); };
+  aim();
 #pragma unroll
   for (int i = 0; i < HELD; ++i) {
     load_words(i, 0);
@@ -118,6 +126,7 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
       const bf16* const x_pass = x_warp + (cut.x_passes < cut.passes ? 0 : pass * x_of_a_pass);
       for (int tile = begin; tile < end; ++tile) {
         advance(next);
+        aim();
         const bool more = next.tile < my_tiles;
         float y_regs[NT][4] = {};
 #pragma unroll
@@ -150,14 +159,15 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
 #pragma unroll
             for (int c = 0; c < 4; ++c) y_regs[j][c] += sums[j][c] * restore * scale[c / 2];
         }
+        float* const y_tile = y_warp + (tile - begin) * cut.warps * columns * TILE_ROWS;
 #pragma unroll
         for (int j = 0; j < NT; ++j)
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            const int column = j * 8 + 2 * t + c % 2;
-            if (column >= columns) continue;
-            float& y = y_smem[(((tile - begin) * cut.warps + warp) * columns + column) * TILE_ROWS + g + c / 2 * 8];
-            y = pass > 0 ? y + y_regs[j][c] : y_regs[j][c];
+            if (j * 8 + 2 * t + c % 2 >= columns) continue;
+            float& y = y_tile[(j * 8 + c % 2) * TILE_ROWS + c / 2 * 8];
+            if (pass > 0) y_regs[j][c] += y;
+            y = y_regs[j][c];
           }
       }
     }

