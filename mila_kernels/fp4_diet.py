@@ -1,4 +1,4 @@
-"""What the FP4 notebook counts and measures: instructions a weight, a token's chain of matvecs, errors on real weights."""
+"""What the FP4 notebook counts and measures: instructions a weight, a token's matvecs, errors on real weights."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def quantisation_errors(weights: dict[str, torch.Tensor]) -> pd.DataFrame:
     table = []
     for name, w in weights.items():
         w = w.float()
-        errors = {
+        errors: dict[str, linear.Fp4Weight | linear.Fp8Weight] = {
             "FP4": linear.quantize_fp4(w),
             "FP4, BF16 scales": linear.quantize_fp4(w, scale_dtype=torch.bfloat16),
             "FP8 a row": linear.quantize_fp8(w),
@@ -151,9 +151,8 @@ class SentenceModel:
     def __init__(self, folder: Path) -> None:
         file = folder / "model.safetensors"
         self.tensors = {name: linear.load_weight(file, name) for name in linear.weight_names(file)}
-        self.linears = {
-            name: w for name, w in self.tensors.items() if name.startswith("encoder.") and name.endswith(".weight") and w.dim() == 2
-        }  # fmt: skip
+        inner = [name for name in self.tensors if name.startswith("encoder.") and name.endswith(".weight")]
+        self.linears = {name: self.tensors[name] for name in inner if self.tensors[name].dim() == 2}
         self.layers = 1 + max(int(name.split(".")[2]) for name in self.linears)
         self.vocabulary = {word: i for i, word in enumerate((folder / "vocab.txt").read_text("utf-8").splitlines())}
 

@@ -617,8 +617,9 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
     have, so that a block has several tiles."""
     if device.type != "cuda":
         return 3, 99 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    capability = torch.cuda.get_device_capability(device)
+    kilobytes = {8: 163 if capability[1] in (0, 7) else 99, 9: 227, 10: 227, 11: 227}.get(capability[0], 99)
+    return torch.cuda.get_device_properties(device).multi_processor_count, kilobytes * 1024
 
 
 def _pick_step(op: str, step: str | steps.Step | None, device: torch.device) -> steps.Step:

@@ -87,7 +87,8 @@ def token_chain(
 
 def _shrunk(name: str, shrink: int) -> tuple[int, int]:
     shape = shapes.linear_shape(name)
-    return tuple(max(1, size // shrink // linear.KERNEL_GROUP) * linear.KERNEL_GROUP for size in (shape.n, shape.k))
+    unit = linear.KERNEL_GROUP
+    return max(1, shape.n // shrink // unit) * unit, max(1, shape.k // shrink // unit) * unit
 
 
 def _random_fp4(n: int, k: int, layout: str, generator: torch.Generator) -> Fp4Weight:
