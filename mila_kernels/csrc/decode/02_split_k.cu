@@ -11,7 +11,7 @@
 #include "merge.cuh"
 
 template <typename KV, int HS>
-__global__ void __launch_bounds__(ROWS* WARP) decode_split_k(const DecodeArgs args) {
+__global__ void __launch_bounds__(ROWS* WARP, 1) decode_split_k(const DecodeArgs args) {
   constexpr int PAIRS = HS / (2 * WARP);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int row_tiles = gridDim.y / args.kv_heads, kv_head = blockIdx.y / row_tiles, batch = blockIdx.z;

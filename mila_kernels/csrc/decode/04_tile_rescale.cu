@@ -34,7 +34,7 @@ DEVICE void load_tile(Smem<KV, HS>& smem, int stage, const DecodeArgs& args, int
 }
 
 template <typename KV, int HS>
-__global__ void __launch_bounds__(ROWS* WARP) decode_tile_rescale(const DecodeArgs args) {
+__global__ void __launch_bounds__(ROWS* WARP, 1) decode_tile_rescale(const DecodeArgs args) {
   constexpr int PAIRS = HS / (2 * WARP);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int row_tiles = gridDim.y / args.kv_heads, kv_head = blockIdx.y / row_tiles, batch = blockIdx.z;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(ROWS* WARP) decode_tile_rescale(const DecodeAr
 
     // While every score is -inf the maximum is too, and exp2(-inf - -inf) would be NaN.
     const float shift = new_max == -INFINITY ? 0.0f : new_max;
-    const float rescale = exp2f(row_max - shift);
+    const float rescale = ex2_approx_ftz(row_max - shift);
     row_max = new_max;
     row_sum *= rescale;
 #pragma unroll
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(ROWS* WARP) decode_tile_rescale(const DecodeAr
 #pragma unroll
     for (int j = 0; j < Bc; ++j) {
       if (tile + j < begin || tile + j >= end) continue;
-      const float p = exp2f(scores[j] - shift);
+      const float p = ex2_approx_ftz(scores[j] - shift);
       const KV* v = smem.v[stage][j];
       row_sum += p;
 #pragma unroll

@@ -24,7 +24,7 @@ struct Smem {
 };
 
 template <typename KV, int HS, int NT>
-__global__ void __launch_bounds__(WARPS* WARP) decode_tensor_cores(const DecodeArgs args) {
+__global__ void __launch_bounds__(WARPS* WARP, 1) decode_tensor_cores(const DecodeArgs args) {
   using G = Shape<KV, HS, TILE_BYTES, WARPS>;
   constexpr int Bc = G::Bc;
   constexpr float TOP = std::is_same_v<Product<KV>, fp16> ? P_BITS : 0.0f;

@@ -173,7 +173,7 @@ DEVICE void decode_piece(Smem<G, NT>& smem, const DecodeArgs& args, Piece piece)
 }
 
 template <typename KV, int HS, int NT>
-__global__ void __launch_bounds__(WARPS* WARP) decode_small_code(const DecodeArgs args) {
+__global__ void __launch_bounds__(WARPS* WARP, 1) decode_small_code(const DecodeArgs args) {
   using G = Shape<KV, HS, TILE_BYTES, WARPS>;
   Smem<G, NT>& smem = dynamic_smem<Smem<G, NT>>();
   const int block = blockIdx.x;
