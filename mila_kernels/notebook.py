@@ -258,25 +258,34 @@ class Session:
     def check_peers(self, op: str, texts: Sequence[str]) -> pd.DataFrame:
         """The same comparison for an operation's peers, on the same inputs; on a GPU each row is written to the run.
 
-        A peer above the bound is reported, not raised. On a machine without a GPU torch's own CPU code is compared.
+        Their bound is twice that of steps: they round scores to 16 bits. A peer above it, or one that refuses a shape,
+        is reported and not raised. On a machine without a GPU torch's own CPU code is compared.
         """
-        from . import ops, parity
-
-        entry = ops.op(op)
         table = []
         for text in texts:
             workload = shapes.parse_shape(op, text)
-            inputs = entry.make_inputs(workload, self.seed, self.device)
-            truth = entry.reference(**inputs)[0]
             for peer in peers_of([workload]):
-                if peer.runs_on(self.device):
-                    verdict = parity.compare(peer.prepare(**inputs)(), truth, entry.bound(workload))
-                    row = {"op": op, "step": peer.name, "shape": workload.shape, "seed": self.seed, **asdict(verdict)}
-                    if self.live:
-                        with self.run as run:
-                            run.add(results.ParityRow(run_id="", backend="cuda", **row))
-                    table.append({"backend": "cuda" if self.live else "torch, CPU", **row})
+                if not peer.runs_on(self.device):
+                    continue
+                row: dict[str, Any] = {"op": op, "step": peer.name, "shape": workload.shape, "seed": self.seed}
+                try:
+                    row |= self._check_peer(peer, workload)
+                except RuntimeError as error:  # of torch: no implementation for this shape
+                    table.append({**row, **_refused(error), "backend": "cuda" if self.live else "torch, CPU"})
+                    continue
+                if self.live:
+                    with self.run as run:
+                        run.add(results.ParityRow(run_id="", backend="cuda", **row))
+                table.append({**row, "backend": "cuda" if self.live else "torch, CPU"})
         return pd.DataFrame(table)
+
+    def _check_peer(self, peer: Peer, workload: Workload) -> dict[str, Any]:
+        from . import ops, parity
+
+        entry = ops.op(workload.op)
+        inputs = entry.make_inputs(workload, self.seed, self.device)
+        truth = entry.reference(**inputs)[0]
+        return asdict(parity.compare(peer.prepare(**inputs)(), truth, 2 * entry.bound(workload)))
 
     # -- times are measured on a GPU, and read elsewhere
 
@@ -570,6 +579,11 @@ def _ops_of(names: Sequence[str]) -> set[str]:
     return {steps.step(name).op for name in names}
 
 
+def _refused(error: RuntimeError) -> dict[str, Any]:
+    nothing = dict.fromkeys(("rel_l2", "max_abs", "bound"), float("nan"))
+    return {**nothing, "nonfinite": 0, "passed": None, "refusal": str(error).splitlines()[0]}
+
+
 def peers_of(workloads: Sequence[Workload]) -> list[Peer]:
     """What a user would call instead for any of the workloads, each once."""
     from . import peers
@@ -701,7 +715,7 @@ def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = rows.assign(
         error=[f"{value:.1e}" for value in rows["rel_l2"]],
         bound=[f"{value:.1e}" for value in rows["bound"]],
-        verdict=["ok" if passed else "FAILED" for passed in rows["passed"]],
+        verdict=["none, it refuses" if pd.isna(x) else "ok" if x else "FAILED" for x in rows["passed"]],
     )
     return table[["step", "shape", "backend", "error", "bound", "verdict"]].set_index("step")
 

@@ -177,7 +177,7 @@ def _by_length(timings: pd.DataFrame) -> pd.DataFrame:
 
 def _roofline(gpu: str, timings: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     ceilings = _ceilings(gpu)
-    cold = timings[timings["cache"] == "cold"]
+    cold = timings[(timings["cache"] == "cold") & (timings["source_sha"] != "")]  # peers have none
     if ceilings is None or cold.empty:
         return
     peaks = {"BF16 matmul": ceilings.bf16_tflops, "FP8 matmul": ceilings.fp8_tflops}

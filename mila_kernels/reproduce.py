@@ -304,7 +304,7 @@ def _mark_failed(target: Path, error: str) -> None:
 
 def _failed_cases(folder: Path, before: Mapping[str, int]) -> list[str]:
     """Cases that the rows since ``before`` call failed: a notebook that goes on after them has failed all the same."""
-    timings = results.read(folder, "timings")[before.get("timings", 0) :]
+    timings = [row for name in ("timings", "ablations") for row in results.read(folder, name)[before.get(name, 0) :]]
     parity = results.read(folder, "parity")[before.get("parity", 0) :]
     found = [
         f"{row.op}/{row.step} {row.workload or row.shape}: {row.error}" for row in timings if row.status == "failed"

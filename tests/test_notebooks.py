@@ -14,7 +14,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from mila_kernels import ablate, notebook, ops, paths, results, shapes, steps
+from mila_kernels import ablate, notebook, ops, paths, peers, results, shapes, steps
 from mila_kernels import reproduce as batch
 from mila_kernels.paths import NOTEBOOKS
 from mila_kernels.results import CounterRow, RunRow, TimingRow
@@ -382,3 +382,14 @@ def test_check_fails_loudly_after_all_cases_have_run(recorded: Path, monkeypatch
     with pytest.raises(AssertionError, match=r"q3h1.*q2h1"):
         session.check(["prefill/01_scalar"], texts)
     assert len(results.read(session.run.folder, "parity")) == 4, "each case, plain and poisoned"
+
+
+def test_a_peer_that_refuses_a_shape_is_reported(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(**inputs: Any) -> Any:
+        raise RuntimeError("no kernel for head dim 512\nat some place")
+
+    refusing = peers.Peer("prefill", "torch three calls", prepare)
+    monkeypatch.setattr(peers, "PEERS", [refusing, *(peer for peer in peers.PEERS if peer.name != refusing.name)])
+    rows = notebook.start("emulation").check_peers("prefill", ["b1 q9h2 kv21h1 d64 causal bf16"])
+    assert rows["refusal"].tolist() == ["no kernel for head dim 512"]
+    assert notebook.parity_table(rows)["verdict"].tolist() == ["none, it refuses"]
