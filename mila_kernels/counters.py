@@ -109,8 +109,8 @@ def find_ncu() -> Path:
 def profile(chosen: Step, workload: Workload, seed: int = 0) -> list[Counter]:
     """Counters of a step on a workload, clocks left as they are, caches flushed before each pass by ncu.
 
-    Several launches (``workload.parts()``) give one figure: the mean of sums and sizes, the mean weighted by duration
-    of everything else. Raises ProfileError.
+    Of a workload of several parts the last is taken, its longest. Several kernels of one call give one figure: the mean
+    of sums and sizes, the mean weighted by duration of everything else. Raises ProfileError.
     """
     ncu = find_ncu()
     with tempfile.TemporaryDirectory(prefix="mila_kernels_") as folder:
@@ -118,8 +118,7 @@ def profile(chosen: Step, workload: Workload, seed: int = 0) -> list[Counter]:
         line = [str(ncu), "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
         line += ["--profile-from-start", "off", "--target-processes", "all", "--log-file", str(log)]
         line += [word for section in SECTIONS for word in ("--section", section)]
-        shapes = [part.shape for part in workload.parts()]
-        line += [sys.executable, "-m", "mila_kernels.counters", chosen.id, str(seed), *shapes]
+        line += [sys.executable, "-m", "mila_kernels.counters", chosen.id, str(seed), workload.parts()[-1].shape]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "PYTHONPATH": path}
         try:

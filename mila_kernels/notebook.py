@@ -404,9 +404,12 @@ class Session:
         if self.live:
             try:
                 with self.run as run:
+                    rows = results.read(run.folder, "counters")  # some are of the timings: power, clocks
+                    known = {(row.step, row.workload) for row in rows if label(row.metric) != row.metric}
                     for step in chosen:
-                        for row in rows_of(step, workload, profile(step, workload, self.seed)):
-                            run.add(row)
+                        if (step.name, workload.name) not in known:
+                            for row in rows_of(step, workload, profile(step, workload, self.seed)):
+                                run.add(row)
             except ProfileError as error:
                 folder, why = paths.RESULTS / self.gpu, str(error)
         table = results.table("counters", folder)
