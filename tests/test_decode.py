@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mila_kernels import build, outputs, parity, reference, shapes, steps
+from mila_kernels import build, knobs, notebook, outputs, parity, reference, shapes, steps
 from mila_kernels.cache import Cache, ContiguousCache, PagedCache, RingCache
 from mila_kernels.decode import decode, merge
 
@@ -235,6 +235,19 @@ def test_parity_on_plain_and_on_poisoned_memory(step: str, shape: dict[str, Any]
     workload = shapes.attention_workload("decode", batch=2, mask="", **shape)
     for row in parity.check(step, workload, seed=1, device=device):
         assert row.passed, row
+
+
+def test_turned_knobs_change_nothing(few: str, backend: str) -> None:
+    session = notebook.start(backend)
+    workload = shapes.parse_shape("decode", "b2 q1h4 kv100h1 d64 bf16 page16")
+    found = knobs.differences(session, few, workload, knobs.capacities([112, 1024, 65536]))
+    assert found["repeats"].all() and set(found["relative difference"]) == {"0.0e+00"}
+    assert knobs.differences(session, few, workload, knobs.splits([1, 3, 20]))["repeats"].all()
+    with pytest.raises(ValueError, match="tokens: 96"):
+        knobs.differences(session, few, workload, knobs.capacities([96]))
+    flat = shapes.parse_shape("decode", "b1 q1h4 kv100h1 d64 bf16")
+    with pytest.raises(ValueError, match="must be paged"):
+        knobs.differences(session, few, flat, knobs.capacities([128]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
