@@ -1,0 +1,54 @@
+"""What the FP4 notebook counts: a token's chain of matvecs, instructions a weight, errors on weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mila_kernels import fp4_diet, linear, reference, shapes, static, steps
+from mila_kernels.token_chain import TokenChain, layer_names, token_chain
+
+FASTEST = "matvec_fp4/10_chained"
+
+
+def test_layers_of_a_token() -> None:
+    names = layer_names()
+    assert len(names) == 4 * 48 and names.count("global_qk") == 8 and names.count("local_qkv") == 40
+    assert names[-4] == "global_qk", "the last layer is global"
+    assert sum(shapes.linear_shape(name).n for name in names[:4]) == 8192 + 3840 + 30720 + 3840
+
+
+def test_each_matvec_is_fed_with_the_one_before(device: torch.device) -> None:
+    chain = token_chain(device, step=FASTEST, layers=2, shrink=16)
+    assert [w.shape for w in chain.weights[:4]] == [(512, 128), (128, 256), (1920, 128), (128, 896)]
+    x = chain.x.double()
+    for w in chain.weights:
+        x = reference.matvec(x[:, : w.k], w.dequantize(torch.float64)).bfloat16().double()
+    for chained in (False, True):
+        y = chain.run(FASTEST, chained=chained)
+        assert y.shape == x.shape and (y.double() - x).norm() < 2e-2 * x.norm()
+    assert chain.nbytes == sum(w.nbytes for w in chain.weights)
+    assert 0.3 < float(x.std()) < 3, "activations keep their size"
+
+
+def test_a_chain_in_rows_for_the_published_steps() -> None:
+    chain: TokenChain = token_chain("cpu", step="matvec_fp4/04_load_ahead", layers=1, lm_head=False, shrink=32)
+    assert {w.layout for w in chain.weights} == {"rows"}
+    assert torch.equal(chain.run("matvec_fp4/04_load_ahead"), chain.run("matvec_fp4/03_folded_scale"))
+
+
+@pytest.mark.skipif(static.find_nvcc() is None or static.find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
+def test_tensor_cores_take_fewer_instructions() -> None:
+    table = fp4_diet.instructions_a_weight(["matvec_fp4/03", "matvec_fp4/06"])
+    assert table.loc["03_folded_scale", "all"] > 2 * table.loc["06_folded_layout", "all"] > 2
+    assert table.loc["06_folded_layout", "tensor"] == 0.12 and table.loc["03_folded_scale", "tensor"] == 0
+
+
+def test_errors_of_the_formats() -> None:
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    outlier = w.clone()
+    outlier[0, 0] = 100.0
+    table = fp4_diet.quantisation_errors({"normal": w, "outlier": outlier})
+    assert 0.08 < table.loc["normal", "FP4"] < 0.13 and table.loc["normal", "FP8 a row"] < 0.03
+    assert table.loc["outlier", "largest / deviation"] > 20
+    assert steps.step(FASTEST).op == "matvec_fp4" and linear.step_layout(steps.step(FASTEST)) == "folded"
