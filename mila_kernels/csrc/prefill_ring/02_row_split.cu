@@ -1,7 +1,7 @@
 // Change: rows split over the warps, as in FlashAttention-2: at head dim 256 a warp holds O of 16 rows in its
-//   registers, and Q too, so scores, softmax and P never leave them. The query heads of a KV head are packed into the
-//   rows of a block; K and V come one tile ahead into swizzled buffers; one exponential a score, with the scale folded
-//   into its argument; O is rescaled only where a maximum moved; only the band's edge tiles are masked.
+//   registers, and most of Q, so scores, softmax and P never leave them. The query heads of a KV head are packed into
+//   the rows of a block; K and V come one tile ahead into swizzled buffers; one exponential a score, with the scale
+//   folded into its argument; O is rescaled only where a maximum moved; only the band's edge tiles are masked.
 // Prediction: one barrier a tile in place of three, no partial scores. A warp reads all of K and V from shared memory:
 //   64 KB a tile of 32 keys and 64 rows at 128 bytes a clock is as long as its products on mma.sync, so about two
 //   thirds of that rate: 300 TFLOP/s on the H200, over four times the step before.
@@ -30,11 +30,21 @@ struct Tiles {
   T v[STAGES][Bc][HS];
 };
 
+// Fragments of Q, 16 columns each, that a thread keeps in registers. With all 16 of head dim 256 some architectures
+// spill, so a thread keeps two of them in shared memory.
+template <int HS>
+constexpr int Q_KEPT = HS / 16 < 14 ? HS / 16 : 14;
+template <int HS>
+constexpr int Q_REST = HS / 16 > 14 ? HS / 16 - 14 : 1;
+
 template <typename T, int HS>
-union Smem {
-  T q[Br][HS];  // before the first tile
-  Tiles<T, HS> tiles;
-  T o[Br][HS];  // after the last
+struct Smem {
+  union {
+    T q[Br][HS];  // before the first tile
+    Tiles<T, HS> tiles;
+    T o[Br][HS];  // after the last
+  };
+  uint4 q_rest[Q_REST<HS>][WARPS * WARP];  // a thread's other fragments; it alone reads them
 };
 
 // Where the 16-byte vector at `column` of a row is kept, so that neighbouring rows of one column lie in different
@@ -74,15 +84,21 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
   }
   cp_async_wait_all();
   __syncthreads();
-  uint32_t q_regs[HS / 16][4];
+  uint32_t q_regs[Q_KEPT<HS>][4];
   // The maximum is taken of unscaled scores, so that the scale must be positive: Q takes its sign.
   const uint32_t sign = args.scale < 0.0f ? 0x80008000u : 0u;
 #pragma unroll
   for (int k = 0; k < HS / 16; ++k) {
     const int r = warp * 16 + part_row;
-    ldmatrix_x4(q_regs[k], smem_u32(&smem.q[r][swizzle(r, k * 16 + part_column)]));
+    uint32_t fragment[4];
+    ldmatrix_x4(fragment, smem_u32(&smem.q[r][swizzle(r, k * 16 + part_column)]));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) q_regs[k][i] ^= sign;
+    for (int i = 0; i < 4; ++i) fragment[i] ^= sign;
+    if (k < Q_KEPT<HS>)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q_regs[k][i] = fragment[i];
+    else
+      smem.q_rest[k - Q_KEPT<HS>][threadIdx.x] = make_uint4(fragment[0], fragment[1], fragment[2], fragment[3]);
   }
   __syncthreads();
   const float scale = fmaxf(fabsf(args.scale), 1e-30f);  // 0 times -inf would be NaN
@@ -137,12 +153,15 @@ __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) prefill_ring_row_split(co
     float s_regs[Bc / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < HS / 16; ++k) {
+      const uint4 rest = k < Q_KEPT<HS> ? make_uint4(q_regs[k][0], q_regs[k][1], q_regs[k][2], q_regs[k][3])
+                                        : smem.q_rest[k - Q_KEPT<HS>][threadIdx.x];
+      const uint32_t fragment[4] = {rest.x, rest.y, rest.z, rest.w};
 #pragma unroll
       for (int n = 0; n < Bc; n += 16) {
         uint32_t k_regs[4];
         ldmatrix_x4(k_regs, part_address<HS>(k_address, n, k * 16));
-        mma_m16n8k16<T>(s_regs[n / 8], q_regs[k], k_regs[0], k_regs[1]);
-        mma_m16n8k16<T>(s_regs[n / 8 + 1], q_regs[k], k_regs[2], k_regs[3]);
+        mma_m16n8k16<T>(s_regs[n / 8], fragment, k_regs[0], k_regs[1]);
+        mma_m16n8k16<T>(s_regs[n / 8 + 1], fragment, k_regs[2], k_regs[3]);
       }
     }
 
