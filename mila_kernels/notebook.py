@@ -404,8 +404,8 @@ class Session:
         if self.live:
             try:
                 with self.run as run:
-                    rows = results.read(run.folder, "counters")  # some are of the timings: power, clocks
-                    known = {(row.step, row.workload) for row in rows if label(row.metric) != row.metric}
+                    there = results.read(run.folder, "counters")  # some are of the timings: power, clocks
+                    known = {(row.step, row.workload) for row in there if label(row.metric) != row.metric}
                     for step in chosen:
                         if (step.name, workload.name) not in known:
                             for row in rows_of(step, workload, profile(step, workload, self.seed)):
