@@ -33,6 +33,13 @@ _VALUES: Edits = (("#pragma unroll\n    for (int k = 0; k < Bc; k += 16) {\n...\
 _NEXT_COPY = "    cp_async_wait_group<1>();\n"
 _STORES = "  }\n\n#pragma unroll\n  for (int i = 0; i < S_GROUPS; ++i) {\n"
 
+# The codes as they come, two registers from a word.
+_W4A8_RAW_WORDS = """      for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 4; ++j) a[i][j] = j < 2 ? (i % 2 ? words[i / 2].z : words[i / 2].x) : words[i / 2].y;
+"""
+_W4A8_RAW = f"""      uint4 words[2];
+      load_block(words, scale, smem.w[stage][my_block]);
+{_W4A8_RAW_WORDS}"""
 # Step to stage to edits. A stage is all that would go with it: its loads from shared memory, its arithmetic and what it
 # writes. Barriers stay, so that the rest runs in the same order.
 ABLATIONS: Mapping[str, Mapping[str, Edits]] = {
@@ -67,6 +74,20 @@ ABLATIONS: Mapping[str, Mapping[str, Edits]] = {
             ),
         ),
         "values": (("    load_v_fragment(0);\n...\n" + _STORES, _STORES),),
+    },
+    "gemm_w4a8/08_warp_specialised": {
+        "additions": (("        add_scaled(acc_regs[batch], scale, sums);\n", ""),),
+        "decoding": (("      load_a(a, scale, smem.w[stage][my_block]);\n", _W4A8_RAW),),
+    },
+    "gemm_w4a8/10_batches_in_flight": {
+        "additions": (
+            (
+                "        if (batch == 0) {\n          add_scaled(acc_regs[BATCHES - 1], last_scale, sums[1]);\n",
+                "        if (batch == 0) {\n",
+            ),
+            ("          add_scaled(acc_regs[batch - 1], scale, sums[(batch - 1) % 2]);\n", ""),
+        ),
+        "decoding": (("      unfold(a, words);\n", _W4A8_RAW_WORDS),),
     },
 }
 
