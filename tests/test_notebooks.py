@@ -14,7 +14,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from mila_kernels import ablate, notebook, ops, paths, peers, results, shapes, steps
+from mila_kernels import ablate, knobs, notebook, ops, paths, peers, results, shapes, steps
 from mila_kernels import reproduce as batch
 from mila_kernels.paths import NOTEBOOKS
 from mila_kernels.results import CounterRow, RunRow, TimingRow
@@ -272,6 +272,7 @@ def all_recorded(recorded: Path) -> Path:
     workloads = {
         "prefill": ["prefill/published-instance", "prefill/d512-16x1-n8192"],
         "prefill_ring": [f"prefill_ring/d256-16x8-w1024-n{n}" for n in (8192, 32768)],
+        "decode": [workload.name for workload in shapes.workloads("decode")],
     }
     static = []
     for op, names in workloads.items():
@@ -284,6 +285,11 @@ def all_recorded(recorded: Path) -> Path:
                 variant = steps.step(name)
                 row = asdict(timed(variant.name, case, 900.0, variant.source_sha))
                 results.append(folder, results.AblationRow(**row))
+            if op == "decode":
+                last = steps.steps(op)[-1]
+                for label in knobs.splits([8, 16, 32, 64, 128, 256]) | knobs.capacities([4096, 16384, 65536, 262144]):
+                    row = asdict(timed(f"{last.name}{knobs.WITH}{label}", case, 900.0, last.source_sha))
+                    results.append(folder, results.AblationRow(**row))
         for step in steps.steps(op):
             facts = dict.fromkeys(("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "FFMA", "spill_bytes"), 0)
             static += [
@@ -305,7 +311,7 @@ def all_recorded(recorded: Path) -> Path:
 
 def timed(step: str, case: shapes.Workload, us: float, sha: str = "") -> TimingRow:
     work = notebook.work(case)
-    us = max(us, 1.2 * work.flops / 700e6)
+    us = max(us, 1.2 * work.flops / 700e6, 1.2 * work.bytes / 4500e3)
     return TimingRow(
         run_id="run-2", op=case.op, step=step, source_sha=sha, workload=case.name, shape=case.shape, dtype="bf16",
         cache="cold", warmup=3, n=10, median_us=us, p10_us=us * 0.99, p90_us=us * 1.02, min_us=us * 0.98,
