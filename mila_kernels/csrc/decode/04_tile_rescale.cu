@@ -1,7 +1,7 @@
-// Change: one maximum and one rescale of O per tile of 8 keys in place of one per position: the 8 dot products no longer
-//   depend on each other.
-// Prediction: the shuffles and exponentials of 8 keys overlap, and O is scaled once in 8: a third fewer instructions, and
-//   1.5 times as fast (published: 22.7 to 14.5 us on the sliding layers).
+// Change: one maximum and one rescale of O per tile of 8 keys in place of one per position: the 8 dot products no
+//   longer depend on each other.
+// Prediction: the shuffles and exponentials of 8 keys overlap, and O is scaled once in 8: a third fewer instructions,
+//   and 1.5 times as fast (published: 22.7 to 14.5 us on the sliding layers).
 // Measured: H200, 2026-11-29, 16 heads on 1: 26 us at 4K keys, 392 us at 128K; 8 heads on 4, 28K: 189 us.
 // Verdict: kept for its form, not for its 4%: the prediction was wrong here. The published card had few warps to hide
 //   the chain; 16 warps hide it already, and what binds is a load from shared memory for every FMA.

@@ -1,10 +1,10 @@
-// Change: tensor cores. S^T = K Q^T and O^T = V^T P^T by mma.m16n8k16: keys, then columns of V, are the 16 rows, and the
-//   query rows of a KV head are the 8 columns, twice for more than 8 rows: with 2 or with 16 heads nothing is wasted that
-//   the copies could use. A tile is 32 KB; K and V have a buffer each, filled one product ahead.
-// Prediction: shared memory is read once a tile by ldmatrix in place of once a row, and no FMA is left: what remains is
-//   the wait for the copies. 4 times as fast with 16 rows; with 2 rows the gain is the larger tile.
-// Measured: H200, 2026-11-29, 16 heads on 1: 24 us at 4K keys, 88 us at 128K; 8 heads on 4, 28K: 66 us, batch 16 841 us,
-//   E4M3 439 us.
+// Change: tensor cores. S^T = K Q^T and O^T = V^T P^T by mma.m16n8k16: keys, then columns of V, are the 16 rows, and
+//   the query rows of a KV head are the 8 columns, twice for more than 8 rows: with 2 or with 16 heads nothing is wasted
+//   that the copies could use. A tile is 32 KB; K and V have a buffer each, filled one product ahead.
+// Prediction: shared memory is read once a tile by ldmatrix in place of once a row, and no FMA is left: what remains
+//   is the wait for the copies. 4 times as fast with 16 rows; with 2 rows the gain is the larger tile.
+// Measured: H200, 2026-11-29, 16 heads on 1: 24 us at 4K keys, 88 us at 128K; 8 heads on 4, 28K: 66 us, batch 16 841
+//   us, E4M3 439 us.
 // Verdict: kept: 4.5 and 2.9 times faster, 98% of the read limit at batch 16. The first form took a 64-bit address
 //   apart for every 16 bytes copied and reached 75% there: with 2 rows it is the copies that cost instructions.
 // Alignment: 16

@@ -1,11 +1,11 @@
-// Change: more bytes in flight. Two blocks an SM, a ring of stages of 96 KB a block, all but one of them on the way while
-//   one is used; Q moves to registers to make room.
-// Prediction: 4.5 TB/s times a loaded latency of 1 us is 34 KB an SM at least; 128 KB ride out the waits at barriers. Where
-//   copies were waited for, at long lengths, the time falls to the read limit.
-// Measured: H200, 2026-11-29, 16 heads on 1: 24 us at 4K keys, 89 us at 128K; 8 heads on 4, 28K: 65 us, batch 16 840 us,
-//   E4M3 443 us.
-// Verdict: dropped: all within 1% of the step before. Two blocks an SM with one 32 KB tile each on the way are twice what
-//   Little's law asks for already. What is left at batch 1 is a fixed cost of about 15 us, at every length.
+// Change: more bytes in flight. Two blocks an SM, a ring of stages of 96 KB a block, all but one of them on the way
+//   while one is used; Q moves to registers to make room.
+// Prediction: 4.5 TB/s times a loaded latency of 1 us is 34 KB an SM at least; 128 KB ride out the waits at barriers.
+//   Where copies were waited for, at long lengths, the time falls to the read limit.
+// Measured: H200, 2026-11-29, 16 heads on 1: 24 us at 4K keys, 89 us at 128K; 8 heads on 4, 28K: 65 us, batch 16 840
+//   us, E4M3 443 us.
+// Verdict: dropped: all within 1% of the step before. Two blocks an SM with one 32 KB tile each on the way are twice
+//   what Little's law asks for already. What is left at batch 1 is a fixed cost of about 15 us, at every length.
 // Architectures: sm_80 sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
@@ -14,7 +14,8 @@
 #include "tiles.cuh"
 
 constexpr int WARPS = 4, STAGE_BYTES = 96 * 1024;  // of two blocks an SM
-// A lane keeps its part of Q in 64 registers: 16 rows of E4M3 at head dim 512 leave room for that in smaller tiles only.
+// A lane keeps its part of Q in 64 registers: 16 rows of E4M3 at head dim 512 leave room for that in smaller tiles
+// only.
 template <typename KV, int HS, int NT>
 constexpr int TILE_BYTES = (sizeof(KV) == 1 && HS == 512 && NT == 2 ? 16 : 32) * 1024;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest

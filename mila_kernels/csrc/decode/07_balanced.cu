@@ -1,7 +1,7 @@
-// Change: every block gets the same number of tiles, whatever the lengths: the grid is what fills the device once, and each
-//   block finds its part of the batch's keys from the lengths. Heads and sequences may be cut anywhere.
-// Prediction: one long sequence among short ones no longer keeps one block busy while the rest are done, and no wave of
-//   blocks is half empty: a batch takes as long as its sum of lengths. Nothing at equal lengths that divide well.
+// Change: every block gets the same number of tiles, whatever the lengths: the grid is what fills the device once, and
+//   each block finds its part of the batch's keys from the lengths. Heads and sequences may be cut anywhere.
+// Prediction: one long sequence among short ones no longer keeps one block busy while the rest are done, and no wave
+//   of blocks is half empty: a batch takes as long as its sum of lengths. Nothing at equal lengths that divide well.
 // Measured: not yet.
 // Verdict: not yet.
 // Predecessor: 05_tensor_cores

@@ -1,5 +1,5 @@
-// Change: small code. Q is read from shared memory again, by 4 warps, so that the loops over keys and columns can stay rolled;
-//   copies, scores and probabilities each stand in the code once.
+// Change: small code. Q is read from shared memory again, by 4 warps, so that the loops over keys and columns can stay
+//   rolled; copies, scores and probabilities each stand in the code once.
 // Prediction: a block of a short sequence runs its code once, and the weights of a model that stream between two calls
 //   have thrown it out of the caches: 20 KB of straight code are 160 misses in a row. Half the code saves several
 //   microseconds at 4K keys; at long lengths nothing changes.

@@ -20,8 +20,8 @@ enum Fault : int32_t { FAULT_NONE = 0, FAULT_LENGTH = 1, FAULT_PAGE = 2 };
 // q and o [batch, q_len, q_heads, head_dim]; lse [batch, q_heads, q_len] in natural log, or null; lengths [batch] count
 // the keys of each sequence, the q_len new ones included: query i sits at position length - q_len + i and sees no later
 // one. Flat caches (contiguous, ring): k and v [batch, capacity, kv_heads, head_dim], position p in slot p % capacity.
-// Paged: k and v [pages, page size, kv_heads, head_dim], position p in slot p % size of page page_table[batch][p / size].
-// Workspace: partial_o [batch, kv_heads, rows, splits, head_dim] and partial_sum [the same, 2] (reference, sum).
+// Paged: k and v [pages, page size, kv_heads, head_dim], position p in slot p % size of page page_table[batch][p /
+// size]. Workspace: partial_o [batch, kv_heads, rows, splits, head_dim] and partial_sum [the same, 2] (reference, sum).
 struct DecodeArgs {
   const void* q;
   const void* k;

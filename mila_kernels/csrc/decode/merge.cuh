@@ -3,7 +3,8 @@
 
 #include "args.cuh"
 
-// As launch(), but the kernel may start while the one before it on the stream still runs, up to its griddepcontrol_wait().
+// As launch(), but the kernel may start while the one before it on the stream still runs, up to its
+// griddepcontrol_wait().
 template <typename... Params, typename... Args>
 inline const char* launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
                                     cudaStream_t stream, Args... args) {

@@ -6,7 +6,8 @@
 
 constexpr int MIN_TILES = 1;  // a block gets no fewer: more blocks read sooner, but leave more to merge
 
-// One KV head (and tile of its rows) of one sequence is an item. Tiles [first, last) of it, whose result goes to `slot`.
+// One KV head (and tile of its rows) of one sequence is an item. Tiles [first, last) of it, whose result goes to
+// `slot`.
 struct Piece {
   int batch, item, first, last, slot;
 };

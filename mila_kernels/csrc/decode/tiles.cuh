@@ -257,7 +257,8 @@ DEVICE void multiply_values(float (&o)[G::M_TILES][NT][4], const Tile<G>& v, con
   constexpr int CHUNKS = G::CHUNKS, M_TILES = G::M_TILES, DIMS = G::DIMS;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   if constexpr (std::is_same_v<KV, e4m3>) {
-    // A lane takes DIMS / 8 neighbouring columns of its four keys; bytes of two keys make a pair: no transpose is needed.
+    // A lane takes DIMS / 8 neighbouring columns of its four keys; bytes of two keys make a pair: no transpose is
+    // needed.
     constexpr int BYTES = DIMS / 8;
     const int byte = warp * DIMS + lane / 4 * BYTES, key = first_key + lane % 4 * 2;
     Bytes<BYTES> rows[4];
