@@ -304,7 +304,9 @@ BUGS = [
 
 
 # One element type and head dim of the eight: a quarter of a minute less to compile, and no line moves.
-ONE_KERNEL = "template <typename F> const char* one(const PrefillArgs&, F f) { return f.template operator()<bf16, 64>(); }"
+ONE_KERNEL = (
+    "template <typename F> const char* one(const PrefillArgs&, F f) { return f.template operator()<bf16, 64>(); }"
+)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
