@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 
-from . import fp4_diet, gemm, linear, reference, static, steps
+from . import fp4_diet, gemm, linear, reference, results, static, steps
 from .bench import time_cuda
 from .linear import Fp4Weight, quantize_fp4
+from .notebook import Session, peers_of
 from .results import CounterRow, RunWriter
 from .shapes import Workload
 
@@ -41,9 +42,18 @@ def long_sums(names: Sequence[str], lengths: Sequence[int], device: torch.device
                                workload=f"k{k}", metric=LONG_SUM, value=value, unit=""))  # fmt: skip
 
 
-def long_sums_table(counters: pd.DataFrame) -> pd.DataFrame:
-    """What a step's sum is of the right one: a row a length, a column a step."""
-    rows = counters[counters["metric"] == LONG_SUM]
+def long_sums_table(session: Session, names: Sequence[str], lengths: Sequence[int]) -> pd.DataFrame:
+    """What a step's sum of k ones is of k, a row a length, a column a step: measured here on a GPU, else as recorded.
+
+    The emulation adds in FP32 and tells nothing; without recorded rows one line says so.
+    """
+    if session.live:
+        with session.run as run:
+            long_sums(names, lengths, session.device, run)
+    counters = results.table("counters", session.source)
+    rows = counters[(counters["metric"] == LONG_SUM) & (counters["op"] == gemm.OP)]
+    if rows.empty:
+        return pd.DataFrame({"sum of ones": ["only a GPU's tensor cores tell: the emulation adds in FP32"]})
     rows = rows.assign(k=[int(text[1:]) for text in rows["workload"]])
     rows = rows.assign(share=[f"{value / k:.4f}" for value, k in zip(rows["value"], rows["k"], strict=True)])
     return rows.drop_duplicates(["step", "k"], keep="last").pivot(index="k", columns="step", values="share")
@@ -68,6 +78,35 @@ def time_quantised(step: str, workloads: Sequence[Workload], seed: int, device: 
 
 def _bound_call(x: torch.Tensor, w: Fp4Weight, step: str) -> Callable[[], torch.Tensor]:
     return lambda: gemm.gemm_w4a8(x, w, step=step)
+
+
+def rates_table(session: Session, names: Sequence[str], workloads: Sequence[Workload]) -> pd.DataFrame:
+    """TFLOP/s by workload: the fastest of the named steps, the same with quantisation in the call, the peers, the
+    target. Measured here on a GPU, else as recorded."""
+    timings = session.time(names, workloads, peers=True)
+    best = {name: steps.step(name).name for name in names}
+    if session.live:
+        with session.run as run:
+            time_quantised(names[-1], workloads, session.seed, session.device, run)
+    counters = results.table("counters", session.source)
+    counters = counters[(counters["metric"] == QUANTISED) & (counters["op"] == gemm.OP)]
+    table = []
+    for w in workloads:
+        rows = timings[timings["workload"] == w.name]
+        rate = {str(row["step"]): row["flops"] / row["median_us"] / 1e6 for row in rows.to_dict("records")}
+        flops = 2.0 * w.m * w.n * w.k
+        quantised = [flops / us / 1e6 for us in counters[counters["workload"] == w.name]["value"]]
+        ours = {step: rate[step] for step in best.values() if step in rate}
+        peers = {peer.name: rate[peer.name] for peer in peers_of([w]) if peer.name in rate}
+        line: dict[str, object] = {"workload": w.name}
+        line["fastest step"] = max(ours, key=lambda step: ours[step]) if ours else "not measured"
+        line["TFLOP/s"] = f"{max(ours.values()):,.0f}" if ours else ""
+        line["with quantisation"] = f"{quantised[-1]:,.0f}" if quantised else ""
+        line |= {name: f"{value:,.0f}" for name, value in peers.items()}
+        line["CUTLASS W4A8, measured elsewhere"] = f"{w.peer:,.0f}" if w.peer else ""
+        line["target"] = f"{w.target:,.0f}" if w.target else ""
+        table.append(line)
+    return pd.DataFrame(table).fillna("").set_index("workload")
 
 
 # ---- tokens of every magnitude ---------------------------------------------------------------------------------------
@@ -181,6 +220,11 @@ def _product(step: str) -> Callable[[torch.Tensor, Fp4Weight], torch.Tensor]:
     return lambda x, w: gemm.gemm_w4a8(x.to(torch.bfloat16), w, step=step)
 
 
+def stack_curves(errors: pd.DataFrame) -> pd.DataFrame:
+    """The rows of :func:`stack_errors` as plots.growth draws them."""
+    return errors.rename(columns={"step": "series", "rel_l2": "value"}).assign(kind="computed")
+
+
 def stack_table(errors: pd.DataFrame, layers: Sequence[int] = (1, 6, 12, 24, 48)) -> pd.DataFrame:
     """The errors after some of the layers: a row a step, a column a layer."""
     rows = errors[errors["layer"].isin(layers)]
@@ -192,10 +236,14 @@ def stack_table(errors: pd.DataFrame, layers: Sequence[int] = (1, 6, 12, 24, 48)
 
 
 def tensor_instructions(name: str, architectures: Sequence[str]) -> pd.DataFrame:
-    """Tensor-core and conversion instructions in a step's SASS, a row an architecture. Needs nvcc: static.ToolError."""
+    """Tensor-core and conversion instructions in a step's SASS, a row an architecture; without nvcc, why there are
+    none."""
     table = []
     for arch in architectures:
-        sass = static.compile_step(steps.step(name), arch).sass
+        try:
+            sass = static.compile_step(steps.step(name), arch).sass
+        except static.ToolError as error:
+            return pd.DataFrame({"instructions": [str(error).splitlines()[0]]})
         counts = {op: sum(f" {op}" in line for line in sass.splitlines()) for op in ("QMMA", "QGMMA", "HMMA", "F2FP")}
         table.append({"architecture": arch, **counts})
     return pd.DataFrame(table).set_index("architecture")

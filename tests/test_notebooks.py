@@ -273,15 +273,17 @@ def all_recorded(recorded: Path) -> Path:
         "prefill": ["prefill/published-instance", "prefill/d512-16x1-n8192"],
         "prefill_ring": [f"prefill_ring/d256-16x8-w1024-n{n}" for n in (8192, 32768)],
         "decode": [workload.name for workload in shapes.workloads("decode")],
+        "gemm_w4a8": [workload.name for workload in shapes.workloads("gemm_w4a8")],
     }
+    by_tokens = [shapes.linear_workload("gemm_w4a8", n=3840, k=3840, m=m) for m in (16, 4096)]
     static = []
     for op, names in workloads.items():
-        for case in map(shapes.workload, names):
+        for case in [*map(shapes.workload, names), *(by_tokens if op == "gemm_w4a8" else ())]:
             for place, step in enumerate(steps.steps(op)):
                 results.append(folder, timed(step.name, case, 30_000.0 / (1 + place), step.source_sha))
             for peer in notebook.peers_of([case]):
                 results.append(folder, timed(peer.name, case, 5000.0))
-            for name in ablate.names() if op == "prefill" else ():
+            for name in (name for name in ablate.names() if name.startswith(f"{op}/")):
                 variant = steps.step(name)
                 row = asdict(timed(variant.name, case, 900.0, variant.source_sha))
                 results.append(folder, results.AblationRow(**row))
