@@ -28,6 +28,7 @@ PRODUCT = Step(
     path=SOURCES / "04_warp_specialised.cu",
     architectures=("sm_90a",),
 )
+CLUSTER = Step(op="emulation", order=6, name="06_cluster", path=SOURCES / "06_cluster.cu", architectures=("sm_90a",))
 CASES = record.cases()
 BOTH_MODES = pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
 
@@ -58,6 +59,26 @@ def product(
     reference = a.double() @ b.double().T
     assert (c - reference).norm() <= 2.0**-8 * reference.norm()
     return c
+
+
+class ClusterArgs(ctypes.Structure):
+    _fields_ = [("in_", ctypes.c_void_p), ("out", ctypes.c_void_p), ("clusters", ctypes.c_int32)]
+
+
+def cluster(step: Step = CLUSTER, *, check: bool, seed: int = 0, architecture: str | None = None) -> None:
+    """Runs the exchange between the two blocks of each cluster, and looks at what they got."""
+    clusters = 3
+    given = torch.arange(clusters * 32 * 32, dtype=torch.int32).reshape(clusters, 32, 32)
+    out = torch.zeros(clusters, 2, 1024 + 32 + 256, dtype=torch.int32)
+    args = ClusterArgs(given.data_ptr(), out.data_ptr(), clusters)
+    buffers = [Buffer("in", given.data_ptr(), given.nbytes, False), Buffer("out", out.data_ptr(), out.nbytes, True)]
+    with emulation(check=check, seed=seed, architecture=architecture):
+        load(step, "emulation", check=check)(args, buffers=buffers)
+    for rank in (0, 1):
+        assert torch.equal(out[:, rank, :1024], 3 * given.reshape(clusters, -1))
+        mine, others = torch.arange(32) + 100 * rank, torch.arange(32) + 100 * (1 - rank)
+        assert (out[:, rank, 1024:1056] == others + 65536 * mine).all()
+        assert (out[:, rank, 1056:] == 1000 * (1 - rank) + torch.arange(256)).all()
 
 
 def report_of(run: Callable[[], object]) -> str:
@@ -107,7 +128,7 @@ def test_recording_is_small_and_says_where_it_comes_from() -> None:
 def test_every_wrapper_is_among_them() -> None:
     names = set(re.findall(r"^DEVICE \w+ (\w+)\(", (paths.CSRC / "hopper.cuh").read_text(), re.M))
     assert len(names) > 35
-    kernels = record.SOURCE.read_text() + PRODUCT.source
+    kernels = record.SOURCE.read_text() + PRODUCT.source + CLUSTER.source
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", kernels)) == []
 
 
@@ -220,9 +241,11 @@ BUGS = [
 ]  # fmt: skip
 
 
-def _is_found(bug: Bug, folder: Path, check: bool, seed: int) -> None:
-    step = bug.plant(folder)
-    text = report_of(lambda: product(step, check=check, seed=seed))
+def _is_found(
+    bug: Bug, folder: Path, check: bool, seed: int, original: Step = PRODUCT, run: Callable[..., object] = product
+) -> None:
+    step = bug.plant(folder, original)
+    text = report_of(lambda: run(step, check=check, seed=seed))
     assert re.search(bug.says, text), text
     lines = {i for i, line in enumerate(step.source.split("\n"), 1) if any(part in line for part in bug.at)}
     named = {int(n) for n in re.findall(rf"{step.path.name}:(\d+)", text)}
@@ -255,3 +278,99 @@ def test_fast_mode_shows_a_planted_bug_in_the_result(name: str, tmp_path: Path) 
         except (AssertionError, KernelError):
             wrong += 1
     assert wrong == 6
+
+
+# ---- clusters --------------------------------------------------------------------------------------------------------
+
+_MADE = "barrier_cluster_wait();  // the barriers are there, in both"
+_TELL = "mbarrier_arrive_cluster(mapa_shared_cluster(empty, block))"
+_FREE_WAIT = "      mbarrier_wait(empty, turn % 2 ^ 1);  // both have read the tile\n"
+_SENT = "fence_proxy_async_shared();  // the copy may read them"
+_OVER = "  barrier_cluster_arrive();\n  mbarrier_wait(smem_u32(&smem.arrived), 0);"
+_REMOTE = ("ld_shared_cluster_u32(", "st_shared_cluster_u32(", "mbarrier_arrive_cluster(", "smem.words[thread] +")
+_MULTICAST = ("cp_async_bulk_tensor_2d_multicast(",)
+
+CLUSTER_BUGS = [
+    Bug("no barrier before the first use", f"  barrier_cluster_arrive();\n  {_MADE}", "  __syncthreads();",
+        "no mbarrier was made|race: .*made it at", (*_MULTICAST, *_REMOTE)),
+    Bug("only its own block is told", _TELL, "if (block == rank) mbarrier_arrive_cluster(empty)",
+        r"deadlock: .*64 of 128 arrivals and 0 bytes", ("both have read the tile",), True),
+    Bug("multicast to a block that is not there", "full, 3);", "full, 7);", "to the blocks 0x7 of a cluster of 2",
+        _MULTICAST, True),
+    Bug("multicast to one block only", "full, 3);", "full, 1 << rank);", "deadlock: .*2048 bytes are pending",
+        ("both halves have landed",), True),
+    Bug("missing wait for the tile to be read", _FREE_WAIT, "",
+        "(in flight|race): .*overwrites by a bulk copy|arrives where none is expected|expect_tx",
+        (*_MULTICAST, "mbarrier_arrive_expect_tx(full")),
+    Bug("missing proxy fence", _SENT, "", "async proxy: .*reads by a bulk copy", ("cp_async_bulk_s2s(",)),
+    Bug("arrival that orders nothing", _OVER, _OVER.replace("arrive()", "arrive_relaxed()"),
+        "race: .*|uninitialised: ", _REMOTE),
+    Bug("an address of another block where its own must be", _TELL, _TELL.replace("_cluster", "", 1),
+        "mbarrier.arrive .*where only the thread's own may be",
+        ("mbarrier_arrive(mapa",), True),
+    Bug("a block that leaves early",
+        "  barrier_cluster_arrive_relaxed();\n  barrier_cluster_wait();  // nobody reads here any more\n", "",
+        "which has exited", _REMOTE, True),
+    Bug("a wait without an arrival", f"  barrier_cluster_arrive();\n  {_MADE}", f"  {_MADE}",
+        "waits at barrier.cluster without having arrived", (_MADE,), True),
+]  # fmt: skip
+
+
+@BOTH_MODES
+def test_cluster_is_clean_and_right_in_any_order(check: bool) -> None:
+    for seed in range(15):
+        cluster(check=check, seed=seed)
+
+
+@pytest.mark.parametrize("bug", CLUSTER_BUGS, ids=str)
+def test_planted_bug_of_the_cluster_is_found(bug: Bug, tmp_path: Path) -> None:
+    if bug.name == "a block that leaves early":  # in some order of the blocks
+        step, found = bug.plant(tmp_path, CLUSTER), set()
+        for seed in range(30):
+            try:
+                cluster(step, check=True, seed=seed)
+            except KernelError as error:
+                found.add(bool(re.search(bug.says, error.text)))
+        assert found == {True}
+        return
+    for check in (True, False) if bug.fast else (True,):
+        for seed in range(3):
+            _is_found(bug, tmp_path, check, seed, CLUSTER, cluster)
+
+
+def test_limits_of_clusters(tmp_path: Path) -> None:
+    def changed(find: str, replace: str) -> str:
+        folder = tmp_path / replace
+        folder.mkdir()
+        step = Bug("limit", find, replace, "", ()).plant(folder, CLUSTER)
+        return report_of(lambda: cluster(step, check=False))
+
+    assert "not made of clusters of (4, 1, 1)" in changed("cluster(BLOCKS)", "cluster(4)")
+    assert "invalid cluster size: (16, 1, 1)" in changed("cluster(BLOCKS)", "cluster(16)")
+    assert "up to 1024 together" in changed("THREADS, sizeof(Smem)", "544, sizeof(Smem)")
+
+
+def test_architecture_without_the_instruction(tmp_path: Path) -> None:
+    for step, run in ((PRODUCT, product), (CLUSTER, cluster)):
+        path = tmp_path / step.path.name
+        path.write_text(step.source, encoding="utf-8")
+        old = dataclasses.replace(step, op="planted", path=path, architectures=("sm_89",))
+        text = report_of(lambda old=old, run=run: run(old, check=False))  # type: ignore[misc]
+        assert re.search("on sm_89, which has none|invalid cluster size", text), text
+
+
+def test_register_operand_that_is_rewritten_in_flight(tmp_path: Path) -> None:
+    original = record.step()
+    source = original.source.replace("const uint32_t a_regs[4]", "uint32_t a_regs[4]")
+    at = "  a_regs[threadIdx.x % 4] = 0;"
+    path = tmp_path / "rewritten.cu"
+    path.write_text(
+        source.replace("  wgmma_commit_group();\n", f"  wgmma_commit_group();\n{at}\n", 1), encoding="utf-8"
+    )
+    step = dataclasses.replace(original, op="planted", path=path)
+    name = "wgmma_bf16_64_r_k_k"
+    text = report_of(lambda: record.run(name, record.trials(name)[0], check=True, of=step))
+    line = path.read_text().split("\n").index(at) + 1
+    assert re.search(rf"in flight: .*writes registers at rewritten.cu:{line}|in flight: .*rewritten.cu:{line}", text), (
+        text
+    )

@@ -96,8 +96,11 @@ def step() -> Step:
     return Step(op="emulation", order=5, name=SOURCE.stem, path=SOURCE, architectures=("sm_90a",))
 
 
-def run(name: str, trial: Trial, device: str = "cpu", check: bool = False, seed: int = 0) -> Words:
-    """The outputs of one trial on a GPU or in emulation."""
+def run(
+    name: str, trial: Trial, device: str = "cpu", check: bool = False, seed: int = 0, of: Step | None = None
+) -> Words:
+    """The outputs of one trial on a GPU or in emulation; ``of`` another kernel than the conformance kernel."""
+    kernel = of or step()
     given = torch.from_numpy(trial.given.view(np.int32).copy()).to(device)
     out = torch.zeros(len(trial.words), dtype=torch.int32, device=device)
     args = HopperArgs(given.data_ptr(), out.data_ptr(), cases()[name], 1, len(trial.given), len(trial.words))
@@ -108,12 +111,12 @@ def run(name: str, trial: Trial, device: str = "cpu", check: bool = False, seed:
             for i, value in enumerate(values):
                 getattr(args, field_name)[i] = value
     if given.is_cuda:
-        load(step(), "cuda")(args, torch.cuda.current_stream().cuda_stream)
+        load(kernel, "cuda")(args, torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
     else:
         buffers = [Buffer("in", given.data_ptr(), given.nbytes, False), Buffer("out", out.data_ptr(), out.nbytes, True)]
         with emulation(check=check, seed=seed):
-            load(step(), "emulation", check=check)(args, buffers=buffers)
+            load(kernel, "emulation", check=check)(args, buffers=buffers)
     return out.cpu().numpy().view(np.uint32)
 
 

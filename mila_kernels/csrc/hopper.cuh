@@ -1,6 +1,7 @@
 // What sm_90 adds to ptx.cuh, in the same form: mbarriers, bulk and tensor copies, wgmma, named barriers, setmaxnreg,
-// stmatrix. One thin wrapper an instruction, named after it; its twin is emulation/hopper.cpp. sm_90 and later unless a
-// wrapper names an architecture. How the parts fit together: tests/steps/emulation/04_warp_specialised.cu.
+// stmatrix, clusters. One thin wrapper an instruction, named after it; its twin is in emulation/hopper.cpp. sm_90 and
+// later, unless a wrapper names an architecture. How the parts fit together: 04_warp_specialised.cu and 06_cluster.cu in
+// tests/steps/emulation.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +15,7 @@
 #define MK_ONLY_SITE emu::Site site = emu::Site::here()
 #endif
 
-// ---- mbarriers -------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 
 // An mbarrier is 8 aligned bytes of shared memory that only these functions touch. A phase of it ends when `count`
 // arrivals were made and the bytes that were announced have landed; the next begins at once. `barrier`: smem_u32 of it.
@@ -111,7 +112,7 @@ DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity MK_SITE) {
 #endif
 }
 
-// ---- bulk copies -----------------------------------------------------------------------------------------------------
+// ---- bulk copies ----------------------------------------------------------------------------------------------------
 
 // Contiguous bytes; addresses and size are multiples of 16. Global to shared: the bytes count at the mbarrier as they
 // land. Shared to global: in groups of the calling thread.
@@ -163,18 +164,18 @@ DEVICE void cp_async_bulk_wait_group_read(MK_ONLY_SITE) {
 #endif
 }
 
-// ---- tensor copies ---------------------------------------------------------------------------------------------------
+// ---- tensor copies --------------------------------------------------------------------------------------------------
 
 // A box of the tensor that `map` describes (tensor_map.cuh), from the element at the coordinates, the innermost first.
-// The map is a `const __grid_constant__ CUtensorMap` parameter of the kernel. Elements outside the tensor are zeros, which
-// count as bytes too; stores leave them out. The shared address is a multiple of 128, with a swizzle of its repeat:
-// 256, 512 or 1024 bytes for 32, 64 and 128.
+// The map is a `const __grid_constant__ CUtensorMap` parameter of the kernel. Elements outside the tensor are zeros,
+// which count as bytes too; stores leave them out. The shared address is a multiple of 128, with a swizzle a multiple of
+// its repeat: 256, 512 or 1024 bytes for 32, 64 and 128.
 DEVICE void cp_async_bulk_tensor_2d_g2s(uint32_t shared, const CUtensorMap* map, int x, int y,
                                         uint32_t barrier MK_SITE) {
 #ifdef __CUDACC__
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(shared),
       "l"(map), "r"(x), "r"(y), "r"(barrier)
       : "memory");
 #else
@@ -253,10 +254,10 @@ DEVICE void prefetch_tensormap(const CUtensorMap* map) {
 #endif
 }
 
-// ---- parts of a block ------------------------------------------------------------------------------------------------
+// ---- parts of a block -----------------------------------------------------------------------------------------------
 
-// bar.sync: waits for `threads` of the block, whole warps, at the barrier `id`, 1 to 15 (0 is __syncthreads). bar.arrive
-// counts and goes on. (sm_80 and later.)
+// bar.sync: waits for `threads` of the block, whole warps, at the barrier `id`, 1 to 15 (0 is __syncthreads).
+// bar.arrive counts and goes on. (sm_80 and later.)
 DEVICE void bar_sync(int id, int threads MK_SITE) {
 #ifdef __CUDACC__
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -360,7 +361,155 @@ DEVICE void stmatrix_x4_trans(uint32_t row, const uint32_t (&d)[4] MK_SITE) {
 #endif
 }
 
-// ---- wgmma (sm_90a) --------------------------------------------------------------------------------------------------
+// ---- clusters -------------------------------------------------------------------------------------------------------
+
+// Which block of its cluster this is, and of how many.
+DEVICE uint32_t cluster_ctarank() {
+#ifdef __CUDACC__
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#else
+  return emu::cluster_rank();
+#endif
+}
+
+DEVICE uint32_t cluster_nctarank() {
+#ifdef __CUDACC__
+  uint32_t blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+#else
+  return emu::cluster_blocks();
+#endif
+}
+
+// The barrier of all threads of the cluster, in two halves: what came before the arrivals can be seen after the wait.
+// A block must not exit while another may still touch its shared memory or its mbarriers.
+DEVICE void barrier_cluster_arrive(MK_ONLY_SITE) {
+#ifdef __CUDACC__
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#else
+  emu::cluster_arrive(true, site);
+#endif
+}
+
+DEVICE void barrier_cluster_arrive_relaxed(MK_ONLY_SITE) {
+#ifdef __CUDACC__
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#else
+  emu::cluster_arrive(false, site);
+#endif
+}
+
+DEVICE void barrier_cluster_wait(MK_ONLY_SITE) {
+#ifdef __CUDACC__
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  emu::cluster_wait(site);
+#endif
+}
+
+// The same place in the shared memory of another block of the cluster.
+DEVICE uint32_t mapa_shared_cluster(uint32_t shared, uint32_t rank MK_SITE) {
+#ifdef __CUDACC__
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+  return there;
+#else
+  return emu::mapa(shared, rank, site);
+#endif
+}
+
+DEVICE uint32_t ld_shared_cluster_u32(uint32_t shared MK_SITE) {
+#ifdef __CUDACC__
+  uint32_t d;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(d) : "r"(shared) : "memory");
+  return d;
+#else
+  return *static_cast<const uint32_t*>(emu::cluster_pointer(shared, 4, false, site));
+#endif
+}
+
+DEVICE void st_shared_cluster_u32(uint32_t shared, uint32_t x MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
+#else
+  *static_cast<uint32_t*>(emu::cluster_pointer(shared, 4, true, site)) = x;
+#endif
+}
+
+// An arrival at an mbarrier of any block. It orders what the thread did before, cluster-wide, which costs a fence.
+DEVICE void mbarrier_arrive_cluster(uint32_t barrier MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#else
+  emu::mbarrier_arrive_cluster(barrier, site);
+#endif
+}
+
+// From this block's shared memory to another's, counting at an mbarrier there.
+DEVICE void cp_async_bulk_s2s(uint32_t destination, uint32_t shared, uint32_t bytes, uint32_t barrier MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   destination),
+               "r"(shared), "r"(bytes), "r"(barrier)
+               : "memory");
+#else
+  emu::bulk_shared(destination, shared, bytes, barrier, site);
+#endif
+}
+
+// A box to the same place of all blocks whose bit is set in `blocks`; in each, the mbarrier at the given one's place
+// counts its bytes.
+DEVICE void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const CUtensorMap* map, int x, int y, uint32_t barrier,
+                                              uint16_t blocks MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
+      : "memory");
+#else
+  const int at[] = {x, y};
+  emu::tensor_load_multicast(2, shared, map, at, barrier, blocks, site);
+#endif
+}
+
+// launch() of common.cuh with blocks in clusters of `cluster`, which the grid is made of.
+template <typename... Params, typename... Args>
+inline const char* launch_cluster(void (*kernel)(Params...), dim3 grid, dim3 cluster, dim3 block, size_t smem_bytes,
+                                  cudaStream_t stream, Args... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return nullptr;
+#ifdef __CUDACC__
+  cudaError_t error = cudaSuccess;
+  if (smem_bytes > 48 * 1024)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster.x;
+    attribute.val.clusterDim.y = cluster.y;
+    attribute.val.clusterDim.z = cluster.z;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  }
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // the text carries it; the next launch must not find it again
+  return cudaGetErrorString(error);
+#else
+  const auto body = [=] { kernel(static_cast<Params>(args)...); };
+  return emu::launch_cluster(grid, cluster, block, smem_bytes, stream, body);
+#endif
+}
+
+// ---- wgmma (sm_90a) -------------------------------------------------------------------------------------------------
 
 // Products of a warpgroup: four warps, the first one's index a multiple of 4. They run beside it: fence, wgmma ...,
 // commit, wait. Until the wait neither the accumulators nor a register operand may be touched, nor shared operands
@@ -392,13 +541,13 @@ DEVICE void wgmma_wait_group(MK_ONLY_SITE) {
 #endif
 }
 
-// Where an operand lies in shared memory. With a swizzle, as a tensor copy of a box as wide as the swizzle lays it down.
+// Where an operand lies in shared memory. With a swizzle, as a tensor copy of a box as wide as it lays it down.
 //   K-major (a row of M or N is contiguous in K), rows as wide as the swizzle: `stride_bytes` from 8 rows to the next 8
 //     (1024 with 128B); `leading_bytes` is not used. A step of 32 bytes in K adds 32 to the address.
 //   K-major without swizzle: 8 rows x 16 bytes in 128 bytes; `leading_bytes` to the next 16 bytes of K, `stride_bytes`
 //     to the next 8 rows.
-//   MN-major (16-bit elements, 128B): rows of K hold 64 elements of M or N; `stride_bytes` from 8 rows of K to the next,
-//     `leading_bytes` to the next 64 of M or N.
+//   MN-major (16-bit elements, 128B): rows of K hold 64 elements of M or N; `stride_bytes` from 8 rows of K to the next
+//     8, `leading_bytes` to the next 64 of M or N.
 // The address may lie in a cluster's window: only the block's own part of it counts.
 DEVICE uint64_t wgmma_descriptor(uint32_t shared, uint32_t leading_bytes, uint32_t stride_bytes, Swizzle swizzle) {
   const uint64_t layout = swizzle == Swizzle::none ? 0 : 4 - static_cast<uint64_t>(swizzle);
@@ -511,8 +660,8 @@ DEVICE void wgmma_k16(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int
 #endif
 }
 
-// d[64][N] += a[64][32] b[32][N] of E4M3, K-major; in registers as for mma_m16n8k32_e4m3. The hardware keeps about 13 bits
-// of the sums inside: add into FP32 registers now and then.
+// d[64][N] += a[64][32] b[32][N] of E4M3, K-major; in registers as for mma_m16n8k32_e4m3. The hardware keeps about 13
+// bits of the sums inside: add into FP32 registers now and then.
 template <int N>
 DEVICE void wgmma_k32_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d MK_SITE) {
   static_assert(wgmma_has(N));

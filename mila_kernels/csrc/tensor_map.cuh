@@ -11,7 +11,7 @@
 #endif
 
 // How 16-byte pieces move within shared memory, so that wgmma and ldmatrix read without bank conflicts: bits 4 and up
-// of the address are exclusive-or'ed with bits 7 and up; as many as it takes to exchange pieces within 32, 64, 128 bytes.
+// of the address are exclusive-or'ed with bits 7 and up, as many as exchange pieces within 32, 64, 128 bytes.
 enum class Swizzle : int { none = 0, b32 = 1, b64 = 2, b128 = 3 };
 
 // What a copy brings along into L2.
@@ -39,7 +39,8 @@ inline const char* tensor_map_problem(const void* base, int rank, uint64_t eleme
     if (box[i] < 1 || box[i] > 256) return "tensor map: a box must be from 1 to 256 elements along each dimension";
   }
   for (int i = 0; i + 1 < rank; ++i)
-    if (strides[i] % 16 || strides[i] >= 1ull << 40) return "tensor map: a stride must be a multiple of 16 bytes below 2^40";
+    if (strides[i] % 16 || strides[i] >= 1ull << 40)
+      return "tensor map: a stride must be a multiple of 16 bytes below 2^40";
   const uint64_t row = box[0] * element, span = swizzle == Swizzle::none ? row : 16ull << static_cast<int>(swizzle);
   if (row % 16) return "tensor map: a row of the box must be a multiple of 16 bytes";
   if (row > span) return "tensor map: a row of the box must not be longer than the swizzle";

@@ -123,7 +123,8 @@ void* fresh_stack(char* top) {
 
 constexpr size_t MAX_THREADS = 1024, WARP_LANES = 32, MAX_WARPS = MAX_THREADS / WARP_LANES;
 constexpr size_t STACK_BYTES = 128 * 1024;
-constexpr size_t WINDOW_BYTES = 256 * 1024;
+constexpr size_t WINDOW_BYTES = 256 * 1024;  // a power of two
+constexpr size_t MAX_CLUSTER = 8, CLUSTER_BYTES = MAX_CLUSTER * WINDOW_BYTES;
 constexpr size_t SIGNAL_STACK_BYTES = 64 * 1024;
 // Where dynamic shared memory begins in the 32-bit addresses: the hardware keeps the first KB for itself.
 constexpr uint32_t SHARED_BASE = 1024;
@@ -145,8 +146,8 @@ struct Random {  // xorshift64*: an order, not statistics
 };
 
 enum class Kind : uint8_t {
-  none, sync_block, sync_warp, shuffle, vote, mma, ldmatrix, stmatrix, mbarrier, named_barrier, wgmma, wgmma_fence,
-  wgmma_commit, wgmma_wait, setmaxnreg, elect
+  none, sync_block, sync_warp, shuffle, vote, mma, ldmatrix, stmatrix, mbarrier, named_barrier, cluster_barrier, wgmma,
+  wgmma_fence, wgmma_commit, wgmma_wait, setmaxnreg, elect
 };
 
 const char* kind_name(Kind kind) {
@@ -160,6 +161,7 @@ const char* kind_name(Kind kind) {
     case Kind::stmatrix: return "stmatrix";
     case Kind::mbarrier: return "mbarrier_wait";
     case Kind::named_barrier: return "bar.sync";
+    case Kind::cluster_barrier: return "barrier.cluster.wait";
     case Kind::wgmma: return "wgmma";
     case Kind::wgmma_fence: return "wgmma.fence";
     case Kind::wgmma_commit: return "wgmma.commit_group";
@@ -204,7 +206,9 @@ struct Thread {
   void* sp;
   char* stack_low;
   char* stack_high;
-  char* window;
+  char* window;        // of its cluster's first block
+  uint32_t own_bytes;  // from there to its own block's
+  uint32_t rank;       // of its block in the cluster
   Worker* worker;
   Snapshot* known;
   Readers* reads;                      // its warp's part of Shadow::readers
@@ -213,7 +217,7 @@ struct Thread {
   uint32_t fenced;                     // the time up to which it gave its writes to the async proxy
   uint32_t stores_over, products_over;  // the time of its bulk stores and its warpgroup's products, as waited for
   uint32_t proven;                     // an epoch that it is known to come after
-  uint32_t shared_bytes;
+  uint32_t shared_bytes, cluster_bytes;
   bool checking;
   Warp* warp;
   uint32_t linear, lane;
@@ -228,6 +232,7 @@ struct Thread {
   uint32_t barrier, parity;       // where it waits, if at an mbarrier or a named barrier
   std::vector<Store> stores;      // bulk copies to global memory that nobody waited for
   uint32_t store_groups;          // committed
+  uint32_t cluster_turn;          // arrivals and waits at barrier.cluster
   std::vector<Guard> guards;
 };
 
@@ -252,13 +257,14 @@ struct Segment {  // of the step's library, in memory
 
 struct Launch {
   EmuConfig config;
-  dim3 grid, block;
+  dim3 grid, cluster, block;
   size_t shared_bytes;
   void (*invoke)(const void*);
   const void* body;
   size_t body_bytes;
-  uint64_t blocks, stride, first;
-  uint32_t block_threads, block_warps;
+  uint64_t clusters, stride, first;  // a block alone is a cluster
+  uint32_t cluster_blocks;
+  uint32_t block_threads, block_warps, all_threads, all_warps;  // all: of a cluster
   uintptr_t library_base;  // of the step
   std::vector<Segment> segments;
   std::atomic<uint64_t> next{0};
@@ -281,22 +287,28 @@ struct Readers {
   uint32_t next;  // index in Shadow::more of what the warp read of the word otherwise
 };
 
-constexpr uint32_t WORDS = WINDOW_BYTES / 4;
+constexpr uint32_t WORDS = CLUSTER_BYTES / 4;
 
-// What is known of every byte of shared memory. Clocks are drawn from one counter, so that a barrier of the whole block
+// What is known of every byte of shared memory. Clocks are drawn from one counter, so that a barrier of everybody
 // is a time before which everybody knows of everything: no read before it needs to be looked at again.
 struct Shadow {
-  uint32_t written[WINDOW_BYTES];        // epoch of the last write in this block; 0: none
-  uint32_t written_place[WINDOW_BYTES];  // offset of its code in the step's library
-  uint32_t read[WORDS];                  // a clock not before any read
-  Readers* readers[MAX_WARPS];           // of each warp, WORDS of them
+  uint32_t* written;            // of each byte: epoch of the last write in this block; 0: none
+  uint32_t* written_place;      // of each byte: offset of its code in the step's library
+  uint32_t* read;               // of each word: a clock not before any read
+  Readers* readers[MAX_WARPS];  // of each warp, WORDS of them
   std::vector<Readers> more;
-  uint32_t now = 0, barrier = 0;         // the counter; when it stood at the last barrier of the whole block
+  uint32_t now = 0, barrier = 0;  // the counter; when it stood at the last barrier of everybody
 
   Shadow();
   ~Shadow();
   Shadow(const Shadow&) = delete;
   Shadow& operator=(const Shadow&) = delete;
+};
+
+struct BlockBarrier {  // a block's __syncthreads
+  uint32_t arrived, votes, first;
+  int result;
+  Place place;
 };
 
 struct Worker {
@@ -309,18 +321,13 @@ struct Worker {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Random random;
-  // The block that runs.
-  uint64_t block_linear;
-  uint3 block_index;
+  // The cluster that runs.
+  uint3 block_index[MAX_CLUSTER];
   uint32_t ready_warps, current_warp;
   uint64_t sleeps;  // since somebody last went on
   uint32_t atomics = 0;
-  uint32_t alive;
-  // Its __syncthreads.
-  uint32_t at_barrier, votes;
-  int vote_result;
-  Place barrier_place;
-  uint32_t barrier_first;
+  uint32_t alive, block_alive[MAX_CLUSTER];
+  BlockBarrier barriers[MAX_CLUSTER];
   // Check mode.
   std::unique_ptr<Shadow> shadow;
   std::vector<std::unique_ptr<Snapshot>> snapshots;
@@ -354,22 +361,28 @@ char* map_window() {
   std::vector<char*> rejected;
   char* window = nullptr;
   while (!window) {
-    char* p = map(WINDOW_BYTES);
+    char* p = map(CLUSTER_BYTES);
     const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p));
-    if (low >= (1u << 24) && low <= UINT32_MAX - WINDOW_BYTES)
+    if (low >= (1u << 24) && low <= UINT32_MAX - CLUSTER_BYTES)
       window = p;
     else
       rejected.push_back(p);
   }
-  for (char* p : rejected) munmap(p, WINDOW_BYTES);
+  for (char* p : rejected) munmap(p, CLUSTER_BYTES);
   return window;
 }
 
 Shadow::Shadow() {
+  written = reinterpret_cast<uint32_t*>(map(CLUSTER_BYTES * sizeof(uint32_t)));
+  written_place = reinterpret_cast<uint32_t*>(map(CLUSTER_BYTES * sizeof(uint32_t)));
+  read = reinterpret_cast<uint32_t*>(map(WORDS * sizeof(uint32_t)));
   for (Readers*& warp : readers) warp = reinterpret_cast<Readers*>(map(WORDS * sizeof(Readers)));
 }
 
 Shadow::~Shadow() {
+  munmap(written, CLUSTER_BYTES * sizeof(uint32_t));
+  munmap(written_place, CLUSTER_BYTES * sizeof(uint32_t));
+  munmap(read, WORDS * sizeof(uint32_t));
   for (Readers* warp : readers) munmap(warp, WORDS * sizeof(Readers));
 }
 
@@ -380,7 +393,7 @@ Worker::Worker() : threads(MAX_THREADS), warps(MAX_WARPS) {
 }
 
 Worker::~Worker() {
-  munmap(window, WINDOW_BYTES);
+  munmap(window, CLUSTER_BYTES);
   munmap(signal_stack, SIGNAL_STACK_BYTES);
   for (auto [low, high] : stack_regions) munmap(low, static_cast<size_t>(high - low));
 }
@@ -463,8 +476,11 @@ std::string where(const Place& place) {
 
 std::string who(const Thread& t) {
   std::string text;
-  append(text, "thread (%u, %u, %u) [warp %u lane %u]", t.index.x, t.index.y, t.index.z, t.linear / 32, t.linear % 32);
-  return text;
+  const Launch& launch = *t.worker->launch;
+  const uint32_t linear = t.linear - t.rank * launch.block_threads;
+  append(text, "thread (%u, %u, %u) [warp %u lane %u", t.index.x, t.index.y, t.index.z, linear / 32, linear % 32);
+  if (launch.cluster_blocks > 1) append(text, ", block %u of the cluster", t.rank);
+  return text + "]";
 }
 
 void finish_report(Worker& w, const std::string& text) {
@@ -472,7 +488,8 @@ void finish_report(Worker& w, const std::string& text) {
   std::lock_guard lock(launch.mutex);
   if (launch.failed.exchange(true)) return;
   launch.report = text;
-  append(launch.report, " (block (%u, %u, %u), seed %llu)", w.block_index.x, w.block_index.y, w.block_index.z,
+  const uint3 block = w.block_index[current ? current->rank : 0];
+  append(launch.report, " (block (%u, %u, %u), seed %llu)", block.x, block.y, block.z,
          static_cast<unsigned long long>(launch.config.seed));
 }
 
@@ -484,7 +501,7 @@ void finish_report(Worker& w, const std::string& text) {
 }
 
 bool in_window(const Worker& w, const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(w.window) < WINDOW_BYTES;
+  return reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(w.window) < CLUSTER_BYTES;
 }
 
 bool in_stacks(const Worker& w, const void* pointer) {
@@ -523,18 +540,18 @@ uint32_t tick(Worker& w) {
 
 void copy_clocks(const Worker& w, Snapshot* to, const Snapshot* from) {
   memcpy(to->clocks, from->clocks, w.agents * sizeof(uint32_t));
-  if (w.uses_hopper) memcpy(to->fenced, from->fenced, w.launch->block_threads * sizeof(uint32_t));
+  if (w.uses_hopper) memcpy(to->fenced, from->fenced, w.launch->all_threads * sizeof(uint32_t));
 }
 
 void add_clocks(const Worker& w, Snapshot* to, const Snapshot* from) {
   for (uint32_t i = 0; i < w.agents; ++i) to->clocks[i] = std::max(to->clocks[i], from->clocks[i]);
-  const uint32_t count = w.uses_hopper ? w.launch->block_threads : 0;
+  const uint32_t count = w.uses_hopper ? w.launch->all_threads : 0;
   for (uint32_t i = 0; i < count; ++i) to->fenced[i] = std::max(to->fenced[i], from->fenced[i]);
 }
 
 // What a thread knows beside its snapshot: of itself and of what it waited for.
 void add_own(const Worker& w, Snapshot* to, const Thread& t) {
-  const uint32_t count = w.launch->block_threads;
+  const uint32_t count = w.launch->all_threads;
   to->clocks[t.linear] = t.clock;
   to->clocks[count + t.linear] = t.copies_over;
   if (!w.uses_hopper) return;
@@ -570,7 +587,7 @@ void join(Worker& w, Members members) {
 uint32_t epoch_of(uint32_t agent, uint32_t clock) { return agent << CLOCK_BITS | clock; }
 
 bool comes_after(const Thread& t, uint32_t epoch) {
-  const uint32_t agent = epoch >> CLOCK_BITS, clock = epoch & MAX_CLOCK, count = t.worker->launch->block_threads;
+  const uint32_t agent = epoch >> CLOCK_BITS, clock = epoch & MAX_CLOCK, count = t.worker->launch->all_threads;
   if (agent == t.linear) return true;
   if (agent == count + t.linear) return clock <= t.copies_over;
   if (agent >= 2 * count) {
@@ -587,7 +604,9 @@ std::string library_code(const Worker& w, uint32_t place) {
 
 std::string at_offset(unsigned bytes, uint32_t offset) {
   std::string text;
-  append(text, "%u byte%s at offset %u of shared memory", bytes, bytes == 1 ? "" : "s", offset);
+  const auto own = static_cast<uint32_t>(offset % WINDOW_BYTES), rank = static_cast<uint32_t>(offset / WINDOW_BYTES);
+  append(text, "%u byte%s at offset %u of shared memory", bytes, bytes == 1 ? "" : "s", own);
+  if (rank) append(text, " of block %u of the cluster", rank);
   return text;
 }
 
@@ -608,7 +627,7 @@ std::string barrier_state(const Thread& t);
 [[noreturn]] __attribute__((noinline, cold)) void report_after_write(Thread& t, const char* verb, uint32_t offset,
                                                                       unsigned bytes, uint32_t byte, uintptr_t pc) {
   Worker& w = *t.worker;
-  const uint32_t epoch = w.shadow->written[byte], agent = epoch >> CLOCK_BITS, count = w.launch->block_threads;
+  const uint32_t epoch = w.shadow->written[byte], agent = epoch >> CLOCK_BITS, count = w.launch->all_threads;
   const std::string now = who(t) + " " + verb + " " + at_offset(bytes, offset) + " at " + code(pc);
   const std::string then = library_code(w, w.shadow->written_place[byte]);
   if (agent < count)
@@ -711,7 +730,7 @@ void shared_write(Thread& t, uint32_t offset, unsigned bytes, uint32_t epoch, co
   each_word(offset, bytes, [&](uint32_t word, uint32_t mask) {
     if (w.uses_hopper) check_async_readers(t, verb, offset, bytes, word, mask == 15, pc);
     if (shadow.read[word] < shadow.barrier) return;
-    for (uint32_t warp = 0; warp < w.launch->block_warps; ++warp)
+    for (uint32_t warp = 0; warp < w.launch->all_warps; ++warp)
       for (const Readers* r = &shadow.readers[warp][word]; (r->key & MAX_CLOCK) >= shadow.barrier;
            r = &shadow.more[r->next]) {
         for (uint32_t lanes = r->key >> CLOCK_BITS & mask ? r->lanes : 0; lanes; lanes &= lanes - 1) {
@@ -723,7 +742,7 @@ void shared_write(Thread& t, uint32_t offset, unsigned bytes, uint32_t epoch, co
       }
     if (mask != 15) return;
     shadow.read[word] = 0;  // all of them are before this write
-    for (uint32_t warp = 0; warp < w.launch->block_warps; ++warp) shadow.readers[warp][word].key = 0;
+    for (uint32_t warp = 0; warp < w.launch->all_warps; ++warp) shadow.readers[warp][word].key = 0;
   });
 }
 
@@ -774,8 +793,14 @@ __attribute__((noinline)) void other_access(Thread& t, uintptr_t address, unsign
                                                                         bool write, uintptr_t pc) {
   std::string text;
   append(text, "out of bounds: %s %s %u bytes at offset %zu of shared memory, which has %zu, at ", who(t).c_str(),
-         write ? "writes" : "reads", bytes, static_cast<size_t>(offset), t.worker->launch->shared_bytes);
+         write ? "writes" : "reads", bytes, static_cast<size_t>(offset % WINDOW_BYTES),
+         t.worker->launch->shared_bytes);
   report(text + code(pc));
+}
+
+// Within the shared memory of a block of the cluster.
+inline bool in_shared(const Thread& t, uintptr_t offset, unsigned bytes) {
+  return offset % WINDOW_BYTES + bytes <= t.shared_bytes && offset < t.cluster_bytes;
 }
 
 // A plain load or store of the step, as the compiler's instrumentation tells it.
@@ -790,8 +815,8 @@ inline __attribute__((always_inline)) void plain_access(const void* pointer, uns
     return;
   }
   const uintptr_t offset = address - reinterpret_cast<uintptr_t>(t.window);
-  if (offset < WINDOW_BYTES) {
-    if (offset + bytes > t.shared_bytes) report_shared_bounds(t, offset, bytes, WRITE, pc);
+  if (offset < CLUSTER_BYTES) {
+    if (!in_shared(t, offset, bytes)) report_shared_bounds(t, offset, bytes, WRITE, pc);
     if (WRITE)
       shared_write(t, static_cast<uint32_t>(offset), bytes, epoch_of(t.linear, t.clock), "writes", 0, pc);
     else
@@ -804,8 +829,8 @@ inline __attribute__((always_inline)) void plain_access(const void* pointer, uns
 // The counter runs on from block to block: what is noted of the last block's reads lies before this one's start.
 void start_clocks(Shadow& shadow) {
   if (shadow.now > MAX_CLOCK / 2) {
-    for (Readers* warp : shadow.readers) memset(warp, 0, WORDS * sizeof(Readers));
-    memset(shadow.read, 0, sizeof shadow.read);
+    for (Readers* warp : shadow.readers) madvise(warp, WORDS * sizeof(Readers), MADV_DONTNEED);  // zeros
+    madvise(shadow.read, WORDS * sizeof(uint32_t), MADV_DONTNEED);
     shadow.now = 0;
   }
   shadow.barrier = ++shadow.now;
@@ -815,22 +840,24 @@ void start_clocks(Shadow& shadow) {
 void start_checking(Worker& w) {
   Launch& launch = *w.launch;
   const bool checking = launch.config.check != 0;
-  w.agents = 2 * launch.block_threads;
+  w.agents = 2 * launch.all_threads;
   if (checking && !w.shadow) w.shadow = std::make_unique<Shadow>();
   Snapshot* none = nullptr;
   if (checking) {
-    memset(w.shadow->written, 0, launch.shared_bytes * sizeof(uint32_t));
+    for (uint32_t rank = 0; rank < launch.cluster_blocks; ++rank)
+      memset(w.shadow->written + rank * WINDOW_BYTES, 0, launch.shared_bytes * sizeof(uint32_t));
     start_clocks(*w.shadow);
     w.free_snapshots.clear();
     for (auto& s : w.snapshots) w.free_snapshots.push_back(s.get());
     none = new_snapshot(w);
     memset(none->clocks, 0, w.agents * sizeof(uint32_t));
   }
-  for (uint32_t i = 0; i < launch.block_threads; ++i) {
+  for (uint32_t i = 0; i < launch.all_threads; ++i) {
     Thread& t = w.threads[i];
     t.checking = checking;
     t.known = nullptr;
     t.shared_bytes = static_cast<uint32_t>(launch.shared_bytes);
+    t.cluster_bytes = static_cast<uint32_t>(launch.cluster_blocks * WINDOW_BYTES);
     t.reads = checking ? w.shadow->readers[i / 32] : nullptr;
     t.clock = checking ? w.shadow->now : 0;
     t.copies_issued = t.copies_over = t.stores_over = t.products_over = t.fenced = 0;
@@ -900,13 +927,14 @@ std::string stuck(Worker& w) {
   bool diverged = false, at_barrier = false;
   int lines = 0;
   const Thread* first = nullptr;
-  const uint32_t count = w.launch->block_threads;
+  const uint32_t count = w.launch->all_threads;
   std::vector<bool> told(count, false);
   for (uint32_t i = 0; i < count; ++i) {
     const Thread& t = w.threads[i];
     if (t.exited || told[i] || t.waits == Kind::none) continue;
     if (first && first->warp == t.warp) diverged = true;
-    at_barrier |= t.waits == Kind::mbarrier || t.waits == Kind::named_barrier;
+    at_barrier |= t.waits == Kind::mbarrier || t.waits == Kind::named_barrier ||
+                  t.waits == Kind::cluster_barrier;
     first = &t;
     uint32_t same = 0;
     for (uint32_t j = i; j < count; ++j) {
@@ -988,18 +1016,20 @@ void each_lane(uint32_t mask, F f) {
 #define PLACE \
   Place { site, reinterpret_cast<uintptr_t>(__builtin_return_address(0)) }
 
-void release_block(Worker& w) {
+void release_block(Worker& w, uint32_t rank) {
+  const Launch& launch = *w.launch;
   if (current->checking) {
     join(w, [&](auto f) {
-      for (uint32_t i = 0; i < w.launch->block_threads; ++i) f(w.threads[i]);
+      for (uint32_t i = 0; i < launch.block_threads; ++i) f(w.threads[rank * launch.block_threads + i]);
     });
-    w.shadow->barrier = w.shadow->now;
-    w.shadow->more.resize(1);
+    if (launch.cluster_blocks == 1) {
+      w.shadow->barrier = w.shadow->now;
+      w.shadow->more.resize(1);
+    }
   }
   w.sleeps = 0;
-  w.at_barrier = 0;
-  w.barrier_first = UINT32_MAX;
-  for (uint32_t i = 0; i < w.launch->block_warps; ++i) {
+  w.barriers[rank].arrived = 0;
+  for (uint32_t i = rank * launch.block_warps; i < (rank + 1) * launch.block_warps; ++i) {
     Warp& warp = w.warps[i];
     set_ready(w, warp, warp.existing & ~warp.exited);
   }
@@ -1028,6 +1058,7 @@ void exit_thread(Thread& t) {
   t.exited = true;
   warp.exited |= 1u << t.lane;
   --w.alive;
+  --w.block_alive[t.rank];
   set_waiting(w, warp, t.lane);
   wait_turn(t);
   __builtin_unreachable();
@@ -1035,42 +1066,48 @@ void exit_thread(Thread& t) {
 
 void start_block(Worker& w, uint64_t linear) {
   Launch& launch = *w.launch;
-  w.block_linear = linear;
-  w.block_index = {static_cast<uint32_t>(linear % launch.grid.x),
-                   static_cast<uint32_t>(linear / launch.grid.x % launch.grid.y),
-                   static_cast<uint32_t>(linear / launch.grid.x / launch.grid.y)};
+  const dim3 c = launch.cluster;
+  const uint64_t across = launch.grid.x / c.x, down = launch.grid.y / c.y;
+  for (uint32_t rank = 0; rank < launch.cluster_blocks; ++rank) {
+    w.block_index[rank] = {static_cast<uint32_t>(linear % across) * c.x + rank % c.x,
+                           static_cast<uint32_t>(linear / across % down) * c.y + rank / c.x % c.y,
+                           static_cast<uint32_t>(linear / across / down) * c.z + rank / c.x / c.y};
+    memset(w.window + rank * WINDOW_BYTES, 0xff, launch.shared_bytes);  // NaN in every format
+    w.barriers[rank] = {};
+    w.block_alive[rank] = launch.block_threads;
+  }
   w.random.seed(launch.config.seed * 0x100000001b3u ^ linear);
-  memset(w.window, 0xff, launch.shared_bytes);  // NaN in every format
   w.uses_hopper = false;
   start_checking(w);
-  w.alive = launch.block_threads;
+  w.alive = launch.all_threads;
   w.sleeps = 0;
-  w.at_barrier = 0;
-  w.barrier_first = UINT32_MAX;
   w.ready_warps = 0;
-  w.current_warp = w.random.next() % launch.block_warps;
-  for (uint32_t i = 0; i < launch.block_warps; ++i) {
+  w.current_warp = w.random.next() % launch.all_warps;
+  for (uint32_t i = 0; i < launch.all_warps; ++i) {
     Warp& warp = w.warps[i];
-    const uint32_t lanes = std::min<uint32_t>(32, launch.block_threads - i * 32);
+    const uint32_t lanes = std::min<uint32_t>(32, launch.all_threads - i * 32);
     warp.index = i;
     warp.existing = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
     warp.exited = warp.ready = 0;
     warp.pending_count = 0;
     set_ready(w, warp, warp.existing);
   }
-  for (uint32_t i = 0; i < launch.block_threads; ++i) {
+  for (uint32_t i = 0; i < launch.all_threads; ++i) {
     Thread& t = w.threads[i];
     t.worker = &w;
     t.warp = &w.warps[i / 32];
     t.linear = i;
     t.lane = i % 32;
-    t.index = {i % launch.block.x, i / launch.block.x % launch.block.y, i / launch.block.x / launch.block.y};
+    t.rank = i / launch.block_threads;
+    t.own_bytes = static_cast<uint32_t>(t.rank * WINDOW_BYTES);
+    const uint32_t in_block = i % launch.block_threads, x = launch.block.x, y = launch.block.y;
+    t.index = {in_block % x, in_block / x % y, in_block / x / y};
     t.waits = Kind::none;
     t.exited = false;
     t.copies.clear();
     t.groups.clear();
     t.copies_done = t.groups_done = 0;
-    t.barrier = t.store_groups = 0;
+    t.barrier = t.store_groups = t.cluster_turn = 0;
     t.stores.clear();
     t.guards.clear();
     t.sp = fresh_stack(t.stack_high);
@@ -1168,14 +1205,14 @@ void run_blocks(Launch& launch) {
   try {
     auto worker = borrow_worker();
     worker->launch = &launch;
-    worker->need_stacks(launch.block_threads);
+    worker->need_stacks(launch.all_threads);
     const SignalStack signal_stack(worker->signal_stack);
     for (;;) {
       const uint64_t i = launch.next.fetch_add(1);
-      if (i >= launch.blocks || launch.failed.load(std::memory_order_relaxed)) break;
+      if (i >= launch.clusters || launch.failed.load(std::memory_order_relaxed)) break;
       // An order that no kernel may count on.
       run_block(*worker, static_cast<uint64_t>((static_cast<unsigned __int128>(i) * launch.stride + launch.first) %
-                                               launch.blocks));
+                                               launch.clusters));
     }
     return_worker(std::move(worker));
   } catch (const std::bad_alloc&) {
@@ -1201,7 +1238,7 @@ const Limits* limits_of(int architecture) {
 }
 
 // What the driver would refuse, in its words and with the reason.
-std::string refusal(dim3 grid, dim3 block, size_t shared_bytes, const Limits& limits) {
+std::string refusal(dim3 grid, dim3 cluster, dim3 block, size_t shared_bytes, const Limits& limits) {
   std::string text;
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
@@ -1213,6 +1250,17 @@ std::string refusal(dim3 grid, dim3 block, size_t shared_bytes, const Limits& li
   else if (shared_bytes > limits.shared_bytes)
     append(text, "invalid argument: %zu bytes of shared memory a block; sm_%d allows at most %zu", shared_bytes,
            limits.architecture, limits.shared_bytes);
+  const uint64_t blocks = uint64_t{cluster.x} * cluster.y * cluster.z;
+  if (!text.empty() || blocks == 1) return text;
+  if (!blocks || blocks > MAX_CLUSTER || limits.architecture < 90)
+    append(text, "invalid cluster size: (%u, %u, %u) blocks; 1 to %zu together, on sm_90 and later", cluster.x,
+           cluster.y, cluster.z, MAX_CLUSTER);
+  else if (grid.x % cluster.x || grid.y % cluster.y || grid.z % cluster.z)
+    append(text, "invalid configuration argument: a grid of (%u, %u, %u) blocks, not made of clusters of (%u, %u, %u)",
+           grid.x, grid.y, grid.z, cluster.x, cluster.y, cluster.z);
+  else if (threads % WARP_LANES || blocks * threads > MAX_THREADS)
+    append(text, "a cluster of %zu blocks of %zu threads: the emulation runs up to 1024 together, in whole warps",
+           static_cast<size_t>(blocks), static_cast<size_t>(threads));
   return text;
 }
 
@@ -1240,35 +1288,36 @@ void find_segments(Launch& launch) {
 }  // namespace
 
 uint3 thread_index() { return current->index; }
-uint3 block_index() { return current->worker->block_index; }
+uint3 block_index() { return current->worker->block_index[current->rank]; }
 dim3 block_size() { return current->worker->launch->block; }
 dim3 grid_size() { return current->worker->launch->grid; }
-void* shared_memory() { return current->worker->window; }
+void* shared_memory() { return current->window + current->own_bytes; }
 
 int sync_block(BlockVote vote, int predicate, Site site) {
   Thread& t = *current;
   Worker& w = *t.worker;
   const Place place = PLACE;
-  if (w.at_barrier == 0) {
-    w.barrier_place = place;
-    w.barrier_first = t.linear;
-    w.votes = 0;
-  } else if (!same_site(w.barrier_place.site, site)) {
+  BlockBarrier& b = w.barriers[t.rank];
+  if (b.arrived == 0) {
+    b.place = place;
+    b.first = t.linear;
+    b.votes = 0;
+  } else if (!same_site(b.place.site, site)) {
     report("divergence within a block: " + who(t) + " is at __syncthreads " + where(place) + " while " +
-           waiting(w.threads[w.barrier_first]));
+           waiting(w.threads[b.first]));
   }
-  w.votes += predicate != 0;
+  b.votes += predicate != 0;
   const uint32_t count = w.launch->block_threads;
-  if (++w.at_barrier < count) {
+  if (++b.arrived < count) {
     wait(t, Kind::sync_block, place);
-    return w.vote_result;
+    return b.result;
   }
-  w.vote_result = static_cast<int>(vote == BlockVote::count ? w.votes
-                                   : vote == BlockVote::all ? w.votes == count
-                                                            : w.votes != 0);
-  release_block(w);
+  b.result = static_cast<int>(vote == BlockVote::count ? b.votes
+                              : vote == BlockVote::all ? b.votes == count
+                                                       : b.votes != 0);
+  release_block(w, t.rank);
   if (w.random.next() >> 30) wait_turn(t);
-  return w.vote_result;
+  return b.result;
 }
 
 void sync_warp(unsigned mask, Site site) {
@@ -1404,23 +1453,33 @@ uint8_t round_e2m1(float x) {
 
 namespace {
 
-// The offset in the block's shared memory of what an instruction was given as a 32-bit shared address.
+// The offset in the cluster's windows of what an instruction was given as a 32-bit shared address; of another block
+// only where it may be.
 uint32_t shared_offset(Thread& t, uint32_t address, unsigned bytes, unsigned alignment, const char* what,
-                       const Place& place) {
+                       const Place& place, bool of_any_block = false) {
   Worker& w = *t.worker;
   const size_t size = w.launch->shared_bytes;
-  const uint32_t offset = address - SHARED_BASE;
-  if (offset < size && size - offset >= bytes && offset % alignment == 0) return offset;
+  const uint32_t all = address - SHARED_BASE, rank = static_cast<uint32_t>(all / WINDOW_BYTES);
+  const auto offset = static_cast<uint32_t>(all % WINDOW_BYTES);
+  const bool there = rank == t.rank || (of_any_block && rank < w.launch->cluster_blocks);
+  if (there && offset < size && size - offset >= bytes && offset % alignment == 0) {
+    if (rank != t.rank && !w.block_alive[rank])
+      report(std::string(what) + " by " + who(t) + " on shared memory of block " + std::to_string(rank) +
+             " of the cluster, which has exited, " + where(place));
+    return all;
+  }
   std::string text(what);
   append(text, " by %s with shared address 0x%x: ", who(t).c_str(), address);
   const auto low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(w.window));
-  if (offset < size && size - offset >= bytes)
+  if (!there && rank < w.launch->cluster_blocks)
+    append(text, "in block %u of the cluster, where only the thread's own may be", rank);
+  else if (there && offset < size && size - offset >= bytes)
     append(text, "misaligned, must be a multiple of %u", alignment);
-  else if (address - low < WINDOW_BYTES)
+  else if (address - low < CLUSTER_BYTES)
     text += "a generic address, cut to 32 bits, where a shared one must be (smem_u32 makes one)";
   else
     append(text, "out of bounds: %u bytes from offset %lld of the block's %zu", bytes,
-           static_cast<long long>(address) - SHARED_BASE, size);
+           static_cast<long long>(address) - SHARED_BASE - t.own_bytes, size);
   report(text + ", " + where(place));
 }
 
@@ -1440,7 +1499,7 @@ void require_global(Thread& t, const void* pointer, unsigned alignment, const ch
 
 uint32_t shared_address(const void* pointer, Site site) {
   Thread& t = *current;
-  const auto offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(t.worker->window);
+  const auto offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(t.window + t.own_bytes);
   // One past the end is an address too, of nothing.
   if (offset > t.worker->launch->shared_bytes) {
     std::string text;
@@ -1448,7 +1507,7 @@ uint32_t shared_address(const void* pointer, Site site) {
            who(t).c_str());
     report(text + where(PLACE));
   }
-  return SHARED_BASE + static_cast<uint32_t>(offset);
+  return SHARED_BASE + t.own_bytes + static_cast<uint32_t>(offset);
 }
 
 void* shared_pointer(uint32_t address, unsigned bytes, Site site) {
@@ -1587,7 +1646,7 @@ void cp_async(uint32_t destination, const void* source, unsigned bytes, unsigned
   if (t.checking) {
     if (source_bytes) other_access(t, reinterpret_cast<uintptr_t>(source), source_bytes, false, place.pc);
     if (++t.copies_issued > MAX_CLOCK) report("check mode follows a thread through 2^20 cp.async, not more");
-    shared_write(t, offset, bytes, epoch_of(t.worker->launch->block_threads + t.linear, t.copies_issued),
+    shared_write(t, offset, bytes, epoch_of(t.worker->launch->all_threads + t.linear, t.copies_issued),
                  "overwrites by cp.async", 0, place.pc);
   }
   t.copies.push_back({source, offset, static_cast<uint16_t>(bytes), static_cast<uint16_t>(source_bytes)});
@@ -1657,12 +1716,11 @@ uint64_t atomic(Atomic op, void* address, uint64_t value, uint64_t compare) {
   }
   if (t.checking) {
     const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(t.window);
-    if (offset >= WINDOW_BYTES) {
+    if (offset >= CLUSTER_BYTES) {
       other_access(t, reinterpret_cast<uintptr_t>(address), bytes, true, place.pc);
     } else {
-      const size_t size = t.worker->launch->shared_bytes;
       const auto at = static_cast<uint32_t>(offset);
-      if (offset >= size || size - offset < bytes) report_shared_bounds(t, offset, bytes, true, place.pc);
+      if (!in_shared(t, offset, bytes)) report_shared_bounds(t, offset, bytes, true, place.pc);
       for (uint32_t i = at; i < at + bytes; ++i)
         if (!t.worker->shadow->written[i]) report_unwritten(t, at, bytes, place.pc);
       shared_write(t, at, bytes, epoch_of(t.linear, t.clock), "updates by an atomic", ATOMIC, place.pc);
@@ -1711,11 +1769,11 @@ uint64_t atomic(Atomic op, void* address, uint64_t value, uint64_t compare) {
 void yield() {
   Thread& t = *current;
   Worker& w = *t.worker;
-  const uint64_t patience = w.launch->blocks == 1 ? 1u << 20 : 1u << 27;
+  const uint64_t patience = w.launch->clusters == 1 ? 1u << 20 : 1u << 27;
   if (++w.sleeps > patience)
     report("deadlock: " + who(t) + " sleeps again and again, and nobody else goes on, " +
            where({{nullptr, 0}, reinterpret_cast<uintptr_t>(__builtin_return_address(0))}) + stuck(w));
-  w.current_warp = w.random.next() % w.launch->block_warps;
+  w.current_warp = w.random.next() % w.launch->all_warps;
   wait_turn(t);
 }
 
@@ -1727,34 +1785,38 @@ int64_t clock() {
   return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-const char* launch_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*invoke)(const void*), const void* body,
-                        size_t body_bytes, const void* code) {
+const char* launch_grid(dim3 grid, dim3 cluster, dim3 block, size_t shared_bytes, void (*invoke)(const void*),
+                        const void* body, size_t body_bytes, const void* code) {
   if (current) return "a kernel cannot launch a grid in the emulation";
   try {
-    thread_text = refusal(grid, block, shared_bytes, *limits_of(thread_config.architecture));
+    thread_text = refusal(grid, cluster, block, shared_bytes, *limits_of(thread_config.architecture));
     if (!thread_text.empty()) return thread_text.c_str();
     Launch launch{};
     launch.config = thread_config;
     launch.grid = grid;
+    launch.cluster = cluster;
     launch.block = block;
     launch.shared_bytes = shared_bytes;
     launch.invoke = invoke;
     launch.body = body;
     launch.body_bytes = body_bytes;
-    launch.blocks = uint64_t{grid.x} * grid.y * grid.z;
+    launch.cluster_blocks = cluster.x * cluster.y * cluster.z;
+    launch.clusters = uint64_t{grid.x} * grid.y * grid.z / launch.cluster_blocks;
     launch.block_threads = block.x * block.y * block.z;
     launch.block_warps = (launch.block_threads + 31) / 32;
+    launch.all_threads = launch.cluster_blocks * launch.block_threads;
+    launch.all_warps = launch.cluster_blocks * launch.block_warps;
     Random random;
     random.seed(~thread_config.seed);
-    launch.first = random.next() % launch.blocks;
-    do launch.stride = random.next() % launch.blocks + 1;
-    while (std::__gcd(launch.stride, launch.blocks) != 1);
+    launch.first = random.next() % launch.clusters;
+    do launch.stride = random.next() % launch.clusters + 1;
+    while (std::__gcd(launch.stride, launch.clusters) != 1);
     Dl_info info;
     if (dladdr(code, &info)) launch.library_base = reinterpret_cast<uintptr_t>(info.dli_fbase);
     if (launch.config.check) find_segments(launch);
     const uint64_t wanted = thread_config.threads > 0 ? static_cast<uint64_t>(thread_config.threads)
                                                       : std::max(1u, std::thread::hardware_concurrency());
-    const uint64_t workers = std::min({wanted, launch.blocks, uint64_t{32768} / (2 * launch.block_threads)});
+    const uint64_t workers = std::min({wanted, launch.clusters, uint64_t{32768} / (2 * launch.all_threads)});
     const FaultHandler handler;
     std::vector<std::thread> threads;
     try {

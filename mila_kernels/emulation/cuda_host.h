@@ -149,14 +149,20 @@ void yield();
 [[noreturn]] void trap(const char* what, Site site);
 int64_t clock();
 
-const char* launch_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*invoke)(const void*), const void* body,
-                        size_t body_bytes, const void* code);
+const char* launch_grid(dim3 grid, dim3 cluster, dim3 block, size_t shared_bytes, void (*invoke)(const void*),
+                        const void* body, size_t body_bytes, const void* code);
 
 // Runs body() once a thread of the grid; null, or an error text.
 template <typename Body>
-const char* launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t, const Body& body) {
+const char* launch_cluster(dim3 grid, dim3 cluster, dim3 block, size_t shared_bytes, cudaStream_t, const Body& body) {
   void (*invoke)(const void*) = [](const void* f) { (*static_cast<const Body*>(f))(); };
-  return launch_grid(grid, block, shared_bytes, invoke, &body, sizeof(Body), reinterpret_cast<const void*>(invoke));
+  const void* code = reinterpret_cast<const void*>(invoke);
+  return launch_grid(grid, cluster, block, shared_bytes, invoke, &body, sizeof(Body), code);
+}
+
+template <typename Body>
+const char* launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const Body& body) {
+  return launch_cluster(grid, dim3(1), block, shared_bytes, stream, body);
 }
 
 template <typename To, typename From>

@@ -1,5 +1,5 @@
-// The instructions that sm_90 adds: mbarriers, bulk and tensor copies, wgmma, parts of a block. A part of cuda_host.cpp,
-// which includes it within its namespace. What is found and what is not modelled stands at the top of hopper.h.
+// The instructions that sm_90 adds: mbarriers, bulk and tensor copies, wgmma, parts of a block, clusters. A part of
+// cuda_host.cpp, which includes it within its namespace. What is found and not modelled stands at the top of hopper.h.
 
 namespace {
 
@@ -12,22 +12,25 @@ Hopper& use_hopper(const char* what, const Place& place, Needs needs = Needs::sm
   Worker& w = *current->worker;
   const int architecture = w.launch->config.architecture ? w.launch->config.architecture : 90;
   if ((needs != Needs::sm_80 && architecture < 90) || (needs == Needs::sm_90a && architecture != 90))
-    report(std::string(what) + " by " + who(*current) + " on sm_" + std::to_string(architecture) + ", which has none, " +
-           where(place));
+    report(std::string(what) + " by " + who(*current) + " on sm_" + std::to_string(architecture) +
+           ", which has none, " + where(place));
   if (w.uses_hopper) return *w.hopper;
   if (!w.hopper) w.hopper = std::make_unique<Hopper>();
   Hopper& h = *w.hopper;
   const Launch& launch = *w.launch;
-  const uint32_t count = launch.block_threads;
+  const uint32_t count = launch.all_threads;
   h.barriers.clear();
-  h.barrier_at.assign(launch.shared_bytes / 8 + 1, 0);
+  const size_t bytes = (launch.cluster_blocks - 1) * WINDOW_BYTES + launch.shared_bytes;  // of the cluster's windows
+  h.barrier_at.assign(bytes / 8 + 1, 0);
   h.loads.clear();
-  for (NamedBarrier& b : h.named) b = {};
+  for (auto& block : h.named)
+    for (NamedBarrier& b : block) b = {};
+  h.cluster = {};
   for (Warpgroup& g : h.groups) g = {};
   h.heard[0] = h.heard[1] = h.heard[2] = nullptr;
   w.uses_hopper = true;
   if (current->checking) {
-    h.reader_at.assign(launch.shared_bytes / 4 + 1, 0);
+    h.reader_at.assign(bytes / 4 + 1, 0);
     h.readers.assign(1, {});
     h.free_reader = 0;
     for (auto& s : w.snapshots) {
@@ -39,7 +42,7 @@ Hopper& use_hopper(const char* what, const Place& place, Needs needs = Needs::sm
   return h;
 }
 
-// ---- clocks ----------------------------------------------------------------------------------------------------------
+// ---- clocks ---------------------------------------------------------------------------------------------------------
 
 void drop(Worker& w, Snapshot*& s) {
   if (s && --s->references == 0) w.free_snapshots.push_back(s);
@@ -74,7 +77,7 @@ void hear(Worker& w, Thread& t, Snapshot* gathered) {
 
 bool given_to_async_proxy(const Thread& t, uint32_t epoch) {
   const uint32_t agent = epoch >> CLOCK_BITS, clock = epoch & MAX_CLOCK;
-  if (agent >= t.worker->launch->block_threads) return true;  // not a thread's plain write
+  if (agent >= t.worker->launch->all_threads) return true;  // not a thread's plain write
   return (agent == t.linear ? t.fenced : t.known->fenced[agent]) >= clock;
 }
 
@@ -86,7 +89,9 @@ std::string made_at(const Mbarrier& b) {
 
 std::string barrier_name(const Mbarrier& b) {
   std::string text;
-  append(text, "the mbarrier at offset %u of shared memory", b.offset);
+  append(text, "the mbarrier at offset %u of shared memory", static_cast<uint32_t>(b.offset % WINDOW_BYTES));
+  const auto rank = static_cast<uint32_t>(b.offset / WINDOW_BYTES);
+  if (rank) append(text, " of block %u of the cluster", rank);
   return text;
 }
 
@@ -101,7 +106,7 @@ std::string barrier_name(const Mbarrier& b) {
 
 [[noreturn]] __attribute__((noinline, cold)) void report_after_copy(Worker& w, uint32_t agent, uint32_t clock,
                                                                     const std::string& now, const std::string& then) {
-  const uint32_t first = 3 * w.launch->block_threads + MAX_WARPGROUPS;
+  const uint32_t first = 3 * w.launch->all_threads + MAX_WARPGROUPS;
   if (agent == BARRIER_WORD || agent < first)
     report("mbarrier: " + now + ", where the mbarrier is that was made at " + then);
   const Mbarrier& b = w.hopper->barriers[agent - first];
@@ -137,7 +142,7 @@ void check_async_readers(Thread& t, const char* verb, uint32_t offset, unsigned 
   for (uint32_t i = h.reader_at[word]; i; last = i, i = h.readers[i].next) {
     const AsyncReader& r = h.readers[i];
     if (comes_after(t, r.epoch)) continue;
-    const uint32_t agent = r.epoch >> CLOCK_BITS, count = w.launch->block_threads;
+    const uint32_t agent = r.epoch >> CLOCK_BITS, count = w.launch->all_threads;
     std::string reader;
     if (agent < 3 * count)
       reader = "a bulk store by " + who(w.threads[agent - 2 * count]);
@@ -167,16 +172,17 @@ void async_read(Thread& t, const char* verb, uint32_t offset, unsigned bytes, ui
   }
 }
 
-// ---- mbarriers -------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 
 // The index of the barrier at an address that an instruction was given.
-uint32_t find_barrier(Thread& t, uint32_t address, const char* what, const Place& place) {
+uint32_t find_barrier(Thread& t, uint32_t address, const char* what, const Place& place, bool of_any_block = false) {
   Hopper& h = use_hopper(what, place);
-  const uint32_t offset = shared_offset(t, address, 8, 8, what, place);
+  const uint32_t offset = shared_offset(t, address, 8, 8, what, place, of_any_block);
   const uint32_t index = h.barrier_at[offset / 8];
   if (!index || !h.barriers[index - 1].live) {
     std::string text(what);
-    append(text, " by %s: at offset %u of shared memory no mbarrier was made, ", who(t).c_str(), offset);
+    append(text, " by %s: at offset %u of shared memory no mbarrier was made, ", who(t).c_str(),
+           static_cast<uint32_t>(offset % WINDOW_BYTES));
     report(text + where(place));
   }
   const Mbarrier& b = h.barriers[index - 1];
@@ -238,11 +244,15 @@ void arrive(Thread& t, uint32_t index, uint32_t count, const Place& place) {
 }
 
 std::string barrier_state(const Thread& t) {
-  if (t.waits != Kind::mbarrier && t.waits != Kind::named_barrier) return {};
+  if (t.waits != Kind::mbarrier && t.waits != Kind::named_barrier && t.waits != Kind::cluster_barrier) return {};
   const Hopper& h = *t.worker->hopper;
   std::string text;
+  if (t.waits == Kind::cluster_barrier) {
+    append(text, ": %u of %u threads of the cluster have arrived", h.cluster.arrived, t.worker->launch->all_threads);
+    return text;
+  }
   if (t.waits == Kind::named_barrier) {
-    const NamedBarrier& b = h.named[t.barrier & 15];
+    const NamedBarrier& b = h.named[t.rank][t.barrier & 15];
     append(text, ", barrier %u: %u of %u threads have come", t.barrier & 15, b.arrived, b.wanted);
     return text;
   }
@@ -251,11 +261,11 @@ std::string barrier_state(const Thread& t) {
   return text + phase_of(b) + ", " + made_at(b);
 }
 
-// ---- copies ----------------------------------------------------------------------------------------------------------
+// ---- copies ---------------------------------------------------------------------------------------------------------
 
 uint32_t swizzled(uint32_t offset, uint32_t swizzle) { return offset ^ (offset >> 7 & ((1u << swizzle) - 1)) << 4; }
 
-// f(piece's offset in shared memory, its place in global memory, the bytes of it that exist: from, to), 16 bytes a piece.
+// f(piece's offset in shared memory, its place in global memory, the bytes of it that exist: from, to), 16 bytes each.
 template <typename F>
 void each_piece(const Box& box, F f) {
   if (!box.tensor) {
@@ -285,6 +295,7 @@ void each_piece(const Box& box, F f) {
 }
 
 void check_global(Thread& t, const Box& box, bool write) {
+  if (in_window(*t.worker, box.global)) return;  // from another block's shared memory
   t.place = box.place;  // for the report, should there be no memory
   each_piece(box, [&](uint32_t, char* global, int from, int to) {
     if (from == to) return;
@@ -295,7 +306,8 @@ void check_global(Thread& t, const Box& box, bool write) {
   });
 }
 
-Box plain_box(Thread& t, uint32_t shared, const void* global, uint32_t bytes, const char* what, const Place& place) {
+Box plain_box(Thread& t, uint32_t shared, const void* global, uint32_t bytes, const char* what, const Place& place,
+              bool of_any_block = false) {
   Box box = {};
   if (bytes % 16 || !bytes)
     report(std::string(what) + " by " + who(t) + " of " + std::to_string(bytes) +
@@ -303,14 +315,14 @@ Box plain_box(Thread& t, uint32_t shared, const void* global, uint32_t bytes, co
   require_global(t, global, 16, what, place);
   box.global = static_cast<char*>(const_cast<void*>(global));
   box.bytes = bytes;
-  box.offset = shared_offset(t, shared, bytes, 16, what, place);
+  box.offset = shared_offset(t, shared, bytes, 16, what, place, of_any_block);
   box.place = place;
   box.thread = t.linear;
   return box;
 }
 
 Box tensor_box(Thread& t, int rank, uint32_t shared, const CUtensorMap* map, const int* at, const char* what,
-               const Place& place) {
+               const Place& place, bool of_any_block = false) {
   Box box = {};
   if (reinterpret_cast<uintptr_t>(map) % 64 || in_window(*t.worker, map) || map->magic != TENSOR_MAP)
     report(std::string(what) + " by " + who(t) + ": its map is not a CUtensorMap of make_tensor_map, " + where(place));
@@ -324,8 +336,9 @@ Box tensor_box(Thread& t, int rank, uint32_t shared, const CUtensorMap* map, con
   const uint32_t span = 16u << map->swizzle;
   if (map->swizzle && map->box[0] * map->element_bytes != span)
     report(std::string(what) + " by " + who(t) + ": the emulation knows a swizzle of " + std::to_string(span) +
-           " bytes only with boxes as wide, not " + std::to_string(map->box[0] * map->element_bytes) + ", " + where(place));
-  box.offset = shared_offset(t, shared, box.bytes, map->swizzle ? 8 * span : 128, what, place);
+           " bytes only with boxes as wide, not " + std::to_string(map->box[0] * map->element_bytes) + ", " +
+           where(place));
+  box.offset = shared_offset(t, shared, box.bytes, map->swizzle ? 8 * span : 128, what, place, of_any_block);
   box.place = place;
   box.thread = t.linear;
   return box;
@@ -355,14 +368,18 @@ bool land_a_copy(Worker& w) {
 
 void start_load(Thread& t, const Box& box, uint32_t barrier, const char* what) {
   Worker& w = *t.worker;
-  const uint32_t index = find_barrier(t, barrier, what, box.place);
+  const uint32_t index = find_barrier(t, barrier, what, box.place, true);
   const Mbarrier& b = w.hopper->barriers[index];
+  if (b.offset / WINDOW_BYTES != box.offset / WINDOW_BYTES)
+    report(std::string(what) + " by " + who(t) + ": its destination and its mbarrier are in different blocks, " +
+           where(box.place));
   if (!b.fenced)
     report(std::string(what) + " by " + who(t) + " on " + barrier_name(b) + ", which was made at " + where(b.place) +
            " without fence.mbarrier_init or fence.proxy.async after, " + where(box.place));
   check_global(t, box, false);
   if (t.checking)
-    shared_write(t, box.offset, box.bytes, epoch_of(b.agent, b.clock), "overwrites by a bulk copy", 0, box.place.pc, true);
+    shared_write(t, box.offset, box.bytes, epoch_of(b.agent, b.clock), "overwrites by a bulk copy", 0, box.place.pc,
+                 true);
   memset(w.window + box.offset, 0xff, box.bytes);
   w.hopper->loads.push_back({box, index, b.phase});
   if (w.random.next() >> 30) return;
@@ -376,7 +393,7 @@ void start_store(Thread& t, const Box& box) {
   check_global(t, box, true);
   const uint32_t group = t.store_groups + 1;
   if (t.checking) {
-    const uint32_t epoch = epoch_of(2 * w.launch->block_threads + t.linear, group), place = place_of(t, box.place.pc);
+    const uint32_t epoch = epoch_of(2 * w.launch->all_threads + t.linear, group), place = place_of(t, box.place.pc);
     uint32_t seen = UINT32_MAX;
     async_read(t, "reads by a bulk store", box.offset, box.bytes, seen, box.place);
     for (uint32_t word = box.offset / 4; word < (box.offset + box.bytes) / 4; ++word)
@@ -385,7 +402,7 @@ void start_store(Thread& t, const Box& box) {
   t.stores.push_back({box, group});
 }
 
-// ---- wgmma -----------------------------------------------------------------------------------------------------------
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
 
 struct Descriptor {
   uint32_t start, leading, stride, swizzle;  // swizzle: as in tensor maps
@@ -398,7 +415,7 @@ const char* descriptor_problem(uint64_t bits, bool mn_major, Descriptor& d) {
   const auto layout = static_cast<uint32_t>(bits >> 62);
   d.swizzle = layout ? 4 - layout : 0;
   if (bits & ~0xc0003fff3fff3fffu) return "bits that the emulation does not know (base offset?)";
-  if (mn_major && d.swizzle != 3) return "an MN-major operand without 128-byte swizzle, which the emulation does not know";
+  if (mn_major && d.swizzle != 3) return "an MN-major layout without 128-byte swizzle, unknown to the emulation";
   if (!d.swizzle) return nullptr;
   const uint32_t span = 16u << d.swizzle;
   if (d.stride % (8 * span)) return "a stride that is not a multiple of the swizzle's repeat (256, 512, 1024 bytes)";
@@ -408,10 +425,10 @@ const char* descriptor_problem(uint64_t bits, bool mn_major, Descriptor& d) {
   return nullptr;
 }
 
-// f(line, piece, offset) for the operand's pieces of 16 bytes: lines are rows of M or N and pieces 16 bytes of K, or, if
-// MN-major, lines are k and pieces 8 elements of M or N.
+// f(line, piece, offset) for the operand's pieces of 16 bytes: lines are rows of M or N and pieces 16 bytes of K, or,
+// if MN-major, lines are k and pieces 8 elements of M or N.
 template <typename F>
-void each_operand_piece(const Descriptor& d, bool mn_major, uint32_t extent, F f) {
+void each_operand_piece(const Descriptor& d, bool mn_major, uint32_t extent, uint32_t own_bytes, F f) {
   const uint32_t lines = mn_major ? 16 : extent, pieces = mn_major ? extent / 8 : 2;
   for (uint32_t line = 0; line < lines; ++line)
     for (uint32_t piece = 0; piece < pieces; ++piece) {
@@ -422,7 +439,7 @@ void each_operand_piece(const Descriptor& d, bool mn_major, uint32_t extent, F f
         address += piece / 8 * d.leading + line % 8 * 128 + piece % 8 * 16;
       else
         address += line % 8 * (16u << d.swizzle) + piece * 16;
-      f(line, piece, swizzled(address & 0x3ffffu, d.swizzle) - SHARED_BASE);
+      f(line, piece, own_bytes + swizzled(address & 0x3ffffu, d.swizzle) - SHARED_BASE);
     }
 }
 
@@ -440,10 +457,11 @@ void check_operand(Worker& w, uint32_t group, const char* name, uint64_t bits, b
   Thread* threads = &w.threads[group * WARPGROUP_LANES];
   std::vector<std::pair<uint32_t, uint32_t>> epochs;  // distinct, and a piece that has it
   const uint32_t site = place_of(*current, place.pc);
-  each_operand_piece(d, mn_major, extent, [&](uint32_t, uint32_t, uint32_t offset) {
-    if (offset >= size || size - offset < 16) {
+  each_operand_piece(d, mn_major, extent, threads->own_bytes, [&](uint32_t, uint32_t, uint32_t offset) {
+    const uint32_t own = offset - threads->own_bytes;
+    if (own >= size || size - own < 16) {
       std::string text = "out of bounds: " + what;
-      append(text, " reads 16 bytes at offset %d of shared memory, which has %zu, ", static_cast<int>(offset), size);
+      append(text, " reads 16 bytes at offset %d of shared memory, which has %zu, ", static_cast<int>(own), size);
       report(text + where(place));
     }
     if (!current->checking) return;
@@ -502,7 +520,7 @@ void multiply_product(Worker& w, const Product& p) {
   b.resize(depth * n);
   Descriptor d;
   descriptor_problem(p.b, p.b_mn, d);
-  each_operand_piece(d, p.b_mn, n, [&](uint32_t line, uint32_t piece, uint32_t offset) {
+  each_operand_piece(d, p.b_mn, n, p.own_bytes, [&](uint32_t line, uint32_t piece, uint32_t offset) {
     if (p.b_mn)
       unpack_piece(p.type, w.window + offset, &b[line * n + piece * 8], 1);
     else
@@ -521,7 +539,7 @@ void multiply_product(Worker& w, const Product& p) {
       }
   } else {
     descriptor_problem(p.a, p.a_mn, d);
-    each_operand_piece(d, p.a_mn, 64, [&](uint32_t line, uint32_t piece, uint32_t offset) {
+    each_operand_piece(d, p.a_mn, 64, p.own_bytes, [&](uint32_t line, uint32_t piece, uint32_t offset) {
       if (p.a_mn)
         unpack_piece(p.type, w.window + offset, &a[piece * 8 * depth + line], depth);
       else
@@ -594,7 +612,8 @@ void start_product(Worker& w, uint32_t group, Wgmma type, uint32_t n, bool a_mn,
   p.b = first.b_descriptor;
   p.group = g.committed[0] + 1;
   p.place = place;
-  const uint32_t epoch = epoch_of(3 * w.launch->block_threads + group, p.group);
+  p.own_bytes = w.threads[group * WARPGROUP_LANES].own_bytes;
+  const uint32_t epoch = epoch_of(3 * w.launch->all_threads + group, p.group);
   if (!p.from_registers) check_operand(w, group, "A", p.a, a_mn, 64, epoch, place);
   check_operand(w, group, "B", p.b, b_mn, n, epoch, place);
   p.into = accumulators_of(g, group, n, p.keeps, place);
@@ -649,15 +668,21 @@ void registers_accessed(Thread& t, uintptr_t address, unsigned bytes, bool write
              " that a wgmma has, issued at " + where(guard.place) + "; wgmma.wait_group must come first");
 }
 
+bool in_warpgroup(const Thread& t) {
+  const uint32_t threads = t.worker->launch->block_threads, first = t.rank * threads;
+  return (t.linear - first) / WARPGROUP_LANES < threads / WARPGROUP_LANES && first % WARPGROUP_LANES == 0;
+}
+
 // Runs act(warpgroup, index of the warp in it) once all lanes of the warp have come.
 template <typename Act>
 void together(Kind kind, uint32_t shape, const Place& place, Act act) {
   use_hopper(kind_name(kind), place, Needs::sm_90a);
   Thread& t = *current;
   const uint32_t group = t.linear / WARPGROUP_LANES;
-  if ((group + 1) * WARPGROUP_LANES > t.worker->launch->block_threads)
+  if (!in_warpgroup(t))
     report(std::string(kind_name(kind)) + " by " + who(t) + ", which is in no whole warpgroup, " + where(place));
-  meet(kind, 0xffffffffu, shape, place, nullptr, [&](Pending&) { act(t.worker->hopper->groups[group], t.linear / 32 % 4); });
+  meet(kind, 0xffffffffu, shape, place, nullptr,
+       [&](Pending&) { act(t.worker->hopper->groups[group], t.linear / 32 % 4); });
 }
 
 void check_exit(Thread& t) {
@@ -671,9 +696,11 @@ void check_exit(Thread& t) {
     if (!(a->taken >> t.linear / 32 % 4 & 1u))
       report("in flight: " + who(t) + " exits, and did not wait for its warpgroup's wgmma, issued at " +
              where(h.groups[group].products.empty() ? t.place : h.groups[group].products.front().place));
-  if (w.alive == 1 && !h.loads.empty())
-    report("in flight: the block's last thread, " + who(t) + ", exits before a copy to its shared memory has landed, issued at " +
-           where(h.loads.front().box.place));
+  if (w.block_alive[t.rank] > 1) return;
+  for (const Load& load : h.loads)
+    if (load.box.offset / WINDOW_BYTES == t.rank)
+      report("in flight: the block's last thread, " + who(t) +
+             ", exits before a copy to its shared memory has landed, issued at " + where(load.box.place));
 }
 
 }  // namespace
@@ -685,7 +712,8 @@ void mbarrier_init(uint32_t barrier, uint32_t count, Site site) {
   Hopper& h = use_hopper("mbarrier.init", place);
   const uint32_t offset = shared_offset(t, barrier, 8, 8, "mbarrier.init", place);
   if (!count || count > (1u << 20) - 1)
-    report("mbarrier.init by " + who(t) + " for " + std::to_string(count) + " arrivals, not 1 to 2^20 - 1, " + where(place));
+    report("mbarrier.init by " + who(t) + " for " + std::to_string(count) + " arrivals, not 1 to 2^20 - 1, " +
+           where(place));
   uint16_t& at = h.barrier_at[offset / 8];
   if (at && h.barriers[at - 1].live)
     report("mbarrier.init by " + who(t) + ": " + barrier_name(h.barriers[at - 1]) + " was made before, at " +
@@ -695,8 +723,9 @@ void mbarrier_init(uint32_t barrier, uint32_t count, Site site) {
     for (uint32_t i = offset; i < offset + 8; ++i) w.shadow->written[i] = epoch_of(BARRIER_WORD, 1);
   }
   if (!at) {
-    const uint32_t agent = 3 * w.launch->block_threads + MAX_WARPGROUPS + static_cast<uint32_t>(h.barriers.size());
-    if (agent >= BARRIER_WORD) report("mbarrier.init by " + who(t) + ": more mbarriers than the emulation has, " + where(place));
+    const uint32_t agent = 3 * w.launch->all_threads + MAX_WARPGROUPS + static_cast<uint32_t>(h.barriers.size());
+    if (agent >= BARRIER_WORD)
+      report("mbarrier.init by " + who(t) + ": more mbarriers than the emulation has, " + where(place));
     h.barriers.emplace_back();
     at = static_cast<uint16_t>(h.barriers.size());
     h.barriers.back().agent = agent;
@@ -743,6 +772,11 @@ void mbarrier_arrive(uint32_t barrier, uint32_t count, Site site) {
   arrive(*current, find_barrier(*current, barrier, "mbarrier.arrive", place), count, place);
 }
 
+void mbarrier_arrive_cluster(uint32_t barrier, Site site) {
+  const Place place = PLACE;
+  arrive(*current, find_barrier(*current, barrier, "mbarrier.arrive", place, true), 1, place);
+}
+
 void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes, bool arrives, Site site) {
   const Place place = PLACE;
   Thread& t = *current;
@@ -750,7 +784,8 @@ void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes, bool arrives, Site sit
   Mbarrier& b = t.worker->hopper->barriers[index];
   b.bytes += bytes;
   if (b.bytes > (1 << 20) - 1)
-    report("mbarrier.expect_tx by " + who(t) + ": more than 2^20 - 1 bytes are pending at " + phase_of(b) + ", " + where(place));
+    report("mbarrier.expect_tx by " + who(t) + ": more than 2^20 - 1 bytes are pending at " + phase_of(b) + ", " +
+           where(place));
   if (arrives) arrive(t, index, 1, place);
 }
 
@@ -761,7 +796,8 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site) {
   const uint32_t index = find_barrier(t, barrier, "mbarrier.try_wait", place);
   Hopper& h = *w.hopper;
   if (parity > 1)
-    report("mbarrier.try_wait by " + who(t) + " for parity " + std::to_string(parity) + ", not 0 or 1, " + where(place));
+    report("mbarrier.try_wait by " + who(t) + " for parity " + std::to_string(parity) + ", not 0 or 1, " +
+           where(place));
   t.barrier = index + 1;
   t.parity = parity;
   while ((h.barriers[index].phase & 1) == parity) {
@@ -805,7 +841,115 @@ void fence_proxy_async(Site site) {
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier, Site site) {
   const Place place = PLACE;
   use_hopper("cp.async.bulk", place);
-  start_load(*current, plain_box(*current, destination, source, bytes, "cp.async.bulk", place), barrier, "cp.async.bulk");
+  start_load(*current, plain_box(*current, destination, source, bytes, "cp.async.bulk", place, true), barrier,
+             "cp.async.bulk");
+}
+
+// Shared memory of one block to that of another: lands like a load, and reads its source until then.
+void bulk_shared(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier, Site site) {
+  const Place place = PLACE;
+  const char* what = "cp.async.bulk";
+  Thread& t = *current;
+  Worker& w = *t.worker;
+  use_hopper(what, place);
+  if (bytes % 16 || !bytes)
+    report(std::string(what) + " by " + who(t) + " of " + std::to_string(bytes) +
+           " bytes, not a positive multiple of 16, " + where(place));
+  Box box = {};
+  box.place = place;
+  box.thread = t.linear;
+  box.bytes = bytes;
+  box.offset = shared_offset(t, destination, bytes, 16, what, place, true);
+  const uint32_t from = shared_offset(t, source, bytes, 16, what, place);
+  box.global = w.window + from;
+  if (t.checking) {
+    const uint32_t index = find_barrier(t, barrier, what, place, true);
+    const Mbarrier& b = w.hopper->barriers[index];
+    uint32_t seen = UINT32_MAX;
+    async_read(t, "reads by a bulk copy", from, bytes, seen, place);
+    for (uint32_t word = from / 4; word < (from + bytes) / 4; ++word)
+      add_async_reader(*w.hopper, word, epoch_of(b.agent, b.clock), place_of(t, place.pc));
+  }
+  start_load(t, box, barrier, what);
+}
+
+// The same box to the same place of several blocks; each one's mbarrier at the given one's place counts its bytes.
+void tensor_load_multicast(int rank, uint32_t destination, const CUtensorMap* map, const int* at, uint32_t barrier,
+                           uint32_t blocks, Site site) {
+  const Place place = PLACE;
+  const char* what = "cp.async.bulk.tensor.multicast";
+  Thread& t = *current;
+  use_hopper(what, place);
+  if (!blocks || blocks >> t.worker->launch->cluster_blocks) {
+    std::string text = std::string(what) + " by " + who(t);
+    append(text, " to the blocks 0x%x of a cluster of %u, ", blocks, t.worker->launch->cluster_blocks);
+    report(text + where(place));
+  }
+  each_lane(blocks, [&](uint32_t block) {
+    const uint32_t there = static_cast<uint32_t>(block * WINDOW_BYTES) - t.own_bytes;
+    start_load(t, tensor_box(t, rank, destination + there, map, at, what, place, true), barrier + there, what);
+  });
+}
+
+uint32_t mapa(uint32_t address, uint32_t block, Site site) {
+  const Place place = PLACE;
+  Thread& t = *current;
+  use_hopper("mapa", place);
+  const uint32_t own = shared_offset(t, address, 1, 1, "mapa", place) - t.own_bytes;
+  if (block >= t.worker->launch->cluster_blocks)
+    report("mapa by " + who(t) + " to block " + std::to_string(block) + " of a cluster of " +
+           std::to_string(t.worker->launch->cluster_blocks) + ", " + where(place));
+  return SHARED_BASE + static_cast<uint32_t>(block * WINDOW_BYTES) + own;
+}
+
+uint32_t cluster_rank() { return current->rank; }
+uint32_t cluster_blocks() { return current->worker->launch->cluster_blocks; }
+
+// A plain access by a shared address of any block.
+void* cluster_pointer(uint32_t address, unsigned bytes, bool write, Site site) {
+  const Place place = PLACE;
+  Thread& t = *current;
+  const char* what = write ? "st.shared::cluster" : "ld.shared::cluster";
+  use_hopper(what, place);
+  const uint32_t offset = shared_offset(t, address, bytes, bytes, what, place, true);
+  if (t.checking && write) shared_write(t, offset, bytes, epoch_of(t.linear, t.clock), "writes", 0, place.pc);
+  if (t.checking && !write) shared_read(t, offset, bytes, place.pc);
+  return t.window + offset;
+}
+
+// Each thread arrives once and waits once a turn. What came before the arrivals is known after the wait.
+void cluster_arrive(bool release, Site site) {
+  const Place place = PLACE;
+  Thread& t = *current;
+  Worker& w = *t.worker;
+  ClusterBarrier& b = use_hopper("barrier.cluster.arrive", place).cluster;
+  if (t.cluster_turn % 2)
+    report("divergence: " + who(t) + " arrives at barrier.cluster twice without a wait between, " + where(place));
+  ++t.cluster_turn;
+  if (t.checking && release) tell(w, b.gathering, nullptr, t);
+  if (++b.arrived < w.launch->all_threads) return;
+  b.arrived = 0;
+  ++b.turns;
+  drop(w, b.ended);
+  std::swap(b.ended, b.gathering);
+  w.sleeps = 0;
+  for (uint32_t waiter : b.waiters) set_ready(w, *w.threads[waiter].warp, 1u << w.threads[waiter].lane);
+  b.waiters.clear();
+}
+
+void cluster_wait(Site site) {
+  const Place place = PLACE;
+  Thread& t = *current;
+  Worker& w = *t.worker;
+  ClusterBarrier& b = use_hopper("barrier.cluster.wait", place).cluster;
+  if (t.cluster_turn % 2 == 0)
+    report("divergence: " + who(t) + " waits at barrier.cluster without having arrived, " + where(place));
+  const uint32_t turn = ++t.cluster_turn / 2;
+  while (b.turns < turn) {
+    b.waiters.push_back(t.linear);
+    wait(t, Kind::cluster_barrier, place);
+  }
+  if (t.checking && b.ended) hear(w, t, b.ended);
 }
 
 void bulk_store(void* destination, uint32_t source, uint32_t bytes, Site site) {
@@ -818,7 +962,7 @@ void tensor_load(int rank, uint32_t destination, const CUtensorMap* map, const i
   const Place place = PLACE;
   const char* what = "cp.async.bulk.tensor";
   use_hopper(what, place);
-  start_load(*current, tensor_box(*current, rank, destination, map, at, what, place), barrier, what);
+  start_load(*current, tensor_box(*current, rank, destination, map, at, what, place, true), barrier, what);
 }
 
 void tensor_store(int rank, const CUtensorMap* map, uint32_t source, const int* at, Site site) {
@@ -868,7 +1012,7 @@ void wgmma(Wgmma type, int n, float* d, const uint32_t* a, uint64_t a_descriptor
   Worker& w = *t.worker;
   Hopper& h = use_hopper("wgmma", place, Needs::sm_90a);
   const uint32_t group = t.linear / WARPGROUP_LANES, first = group * WARPGROUP_LANES;
-  if (first + WARPGROUP_LANES > w.launch->block_threads)
+  if (!in_warpgroup(t))
     report("wgmma by " + who(t) + ", which is in no whole warpgroup, " + where(place));
   Warpgroup& g = h.groups[group];
   const uint32_t shape = static_cast<uint32_t>(type) | static_cast<uint32_t>(n) << 2 | uint32_t{a != nullptr} << 12 |
@@ -904,15 +1048,15 @@ void named_barrier(int id, int threads, bool waits, Site site) {
   if (id < 1 || id > 15 || threads < 32 || count % 32 || count > w.launch->block_threads)
     report(std::string(what) + " by " + who(t) + " with id " + std::to_string(id) + " for " + std::to_string(threads) +
            " threads; ids are 1 to 15, whole warps of the block, " + where(place));
-  NamedBarrier& b = h.named[id];
+  NamedBarrier& b = h.named[t.rank][id];
   if (!b.arrived) {
     b.wanted = count;
     b.place = place;
     b.first = t.linear;
   } else if (b.wanted != count) {
-    report("divergence: " + who(t) + " is at " + what + " " + where(place) + ", barrier " + std::to_string(id) + " for " +
-           std::to_string(count) + " threads, while " + who(w.threads[b.first]) + " came at " + where(b.place) + " for " +
-           std::to_string(b.wanted));
+    report("divergence: " + who(t) + " is at " + what + " " + where(place) + ", barrier " + std::to_string(id) +
+           " for " + std::to_string(count) + " threads, while " + who(w.threads[b.first]) + " came at " +
+           where(b.place) + " for " + std::to_string(b.wanted));
   }
   if (t.checking) tell(w, b.gathering, nullptr, t);
   if (++b.arrived < b.wanted) {
@@ -940,7 +1084,8 @@ void setmaxnreg(int registers, bool more, Site site) {
   together(Kind::setmaxnreg, static_cast<uint32_t>(registers * 2 + more), place, [&](Warpgroup& g, uint32_t) {
     const Worker& w = *current->worker;
     const Hopper& h = *w.hopper;
-    const int threads = static_cast<int>(w.launch->block_threads), groups = threads / static_cast<int>(WARPGROUP_LANES);
+    const int threads = static_cast<int>(w.launch->block_threads), lanes = static_cast<int>(WARPGROUP_LANES);
+    const int groups = threads / lanes, first = static_cast<int>(current->rank) * groups;
     // What a kernel with setmaxnreg starts with; afterwards what it said last.
     const int before = g.registers ? g.registers : std::min(65536 / threads / 8 * 8, 255);
     if (more ? registers < before : registers > before)
@@ -949,8 +1094,8 @@ void setmaxnreg(int registers, bool more, Site site) {
     g.registers = registers;
     int sum = 0;
     for (int i = 0; i < groups; ++i) {
-      if (!h.groups[i].registers) return;
-      sum += h.groups[i].registers;
+      if (!h.groups[first + i].registers) return;
+      sum += h.groups[first + i].registers;
     }
     const int most = 65536 / threads / 8 * 8 * groups;
     if (sum > most)

@@ -45,6 +45,12 @@ struct NamedBarrier {
   Snapshot* gathering;
 };
 
+struct ClusterBarrier {
+  uint32_t arrived, turns;
+  std::vector<uint32_t> waiters;
+  Snapshot *gathering, *ended;
+};
+
 struct Accumulators {  // of a warpgroup: registers that products in flight add into
   float* registers[WARPGROUP_LANES];
   uint32_t n, last_group, taken;  // taken: the warps that have waited for them
@@ -56,7 +62,7 @@ struct Product {
   uint32_t n;
   bool from_registers, a_mn, b_mn, keeps;
   uint64_t a, b;
-  uint32_t group;
+  uint32_t group, own_bytes;
   Accumulators* into;
   Place place;
   std::vector<uint32_t> a_registers;  // [128][4]
@@ -96,7 +102,8 @@ struct Hopper {
   std::vector<Mbarrier> barriers;
   std::vector<uint16_t> barrier_at;  // of each 8 bytes of shared memory: 1 + the index
   std::vector<Load> loads;
-  NamedBarrier named[16];
+  NamedBarrier named[MAX_CLUSTER][16];
+  ClusterBarrier cluster;
   Warpgroup groups[MAX_WARPGROUPS];
   Snapshot* heard[3];  // what a thread knew, what it heard, what it knew then
   // Check mode: of each word, who outside the threads reads it.
