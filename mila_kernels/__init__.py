@@ -16,9 +16,10 @@ CUDA tensors run on their GPU, CPU tensors in emulation. Only names listed here 
 
 from . import steps
 from .attention import prefill
+from .attention_decode import decode, merge
+from .attention_ring import largest_chunk, prefill_ring, prefill_through_ring
 from .build import KernelError, emulation
 from .cache import ContiguousCache, PagedCache, RingCache
-from .decode import decode, merge
 from .gemm import gemm_w4a8, quantize_activations
 from .linear import Fp4Weight, Fp8Weight, load_weight, matvec_fp4, matvec_fp8, quantize_fp4, quantize_fp8
 from .parity import check
@@ -41,11 +42,14 @@ __all__ = [
     "emulation",
     "gemm_w4a8",
     "geometry",
+    "largest_chunk",
     "load_weight",
     "matvec_fp4",
     "matvec_fp8",
     "merge",
     "prefill",
+    "prefill_ring",
+    "prefill_through_ring",
     "quantize_activations",
     "quantize_fp4",
     "quantize_fp8",

@@ -734,8 +734,8 @@ def through_ring(
     import torch
 
     from . import parity, reference
+    from .attention_ring import largest_chunk, prefill_through_ring
     from .cache import RingCache
-    from .prefill_ring import largest_chunk, prefill_through_ring
 
     generator = torch.Generator(session.device).manual_seed(session.seed)
     q, k, v = (

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from . import attention, cache, gemm, linear, outputs, prefill_ring, reference
-from .decode import decode
+from . import attention, cache, gemm, linear, outputs, reference
+from .attention_decode import decode
+from .attention_ring import prefill_ring
 from .shapes import Workload
 from .steps import Step
 
@@ -104,7 +105,7 @@ def _ring_inputs(w: Workload, seed: int, device: torch.device) -> dict[str, Any]
 def _run_prefill_ring(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: str | Step | None = None, **inputs: Any
 ) -> tuple[torch.Tensor, ...]:
-    return prefill_ring.prefill_ring(q, cache.RingCache(k, v), step=step, return_lse=True, **inputs)  # type: ignore[return-value]
+    return prefill_ring(q, cache.RingCache(k, v), step=step, return_lse=True, **inputs)  # type: ignore[return-value]
 
 
 def _reference_ring(

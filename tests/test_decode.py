@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mila_kernels import build, knobs, notebook, outputs, parity, reference, shapes, steps
+from mila_kernels.attention_decode import decode, merge
 from mila_kernels.cache import Cache, ContiguousCache, PagedCache, RingCache
-from mila_kernels.decode import decode, merge
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 STEPS = [s.id for s in steps.steps("decode")]

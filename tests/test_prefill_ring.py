@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mila_kernels import build, ops, outputs, parity, reference, shapes, steps
 from mila_kernels.attention import prefill
+from mila_kernels.attention_ring import largest_chunk, prefill_ring, prefill_through_ring
 from mila_kernels.cache import ContiguousCache, RingCache
-from mila_kernels.prefill_ring import largest_chunk, prefill_ring, prefill_through_ring
 
 STEPS = [step.id for step in steps.steps("prefill_ring")]
 BOUNDS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -1,5 +1,5 @@
 // What every decode step is launched with and needs: where a position's keys and values lie, what a query sees, and how
-// the partial results of splits are merged. DecodeArgs is mirrored in mila_kernels/decode.py.
+// the partial results of splits are merged. DecodeArgs is mirrored in mila_kernels/attention_decode.py.
 #pragma once
 
 #include "../common.cuh"

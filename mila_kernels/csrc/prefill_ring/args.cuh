@@ -1,4 +1,4 @@
-// What every prefill_ring step is launched with. Mirrored by PrefillRingArgs in mila_kernels/prefill_ring.py.
+// What every prefill_ring step is launched with. Mirrored by PrefillRingArgs in mila_kernels/attention_ring.py.
 #pragma once
 
 #include "../prefill/args.cuh"
