@@ -81,6 +81,18 @@ def test_activations_are_quantised_inside(step: str, dtype: torch.dtype, device:
     assert rel_l2(y, reference.matvec(x, w.dequantize(torch.float64))) < 6e-2
 
 
+@pytest.mark.parametrize("m", [250, 180, 120])  # tiles of 256, 192 and 128 tokens, by the waves on three SMs
+@pytest.mark.parametrize("k", [128, 384])
+def test_every_tile_size(m: int, k: int) -> None:
+    w = weight(384, k, 1)
+    codes, scales = reference.quantize_activations(random((m, k), 2))
+    with build.emulation(check=True, seed=m):
+        y = gemm_w4a8((codes, scales), w, step="gemm_w4a8/11_tile_by_waves")
+    assert rel_l2(y, truth(codes, scales, w)) <= bound("gemm_w4a8/11", y)
+    # The sums of a group are exact in FP32 here, and all steps add the groups in their order.
+    assert torch.equal(y, gemm_w4a8((codes, scales), w, step="gemm_w4a8/08_warp_specialised"))
+
+
 @pytest.mark.parametrize("step", OURS)
 def test_any_number_of_rows_of_the_weight(step: str, device: torch.device) -> None:
     skip_unless_it_runs(step, device)
