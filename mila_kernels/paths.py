@@ -15,7 +15,7 @@ NOTEBOOKS = ROOT / "notebooks"
 
 
 def cache_dir() -> Path:
-    """The folder of compiled steps: ``$MILA_CACHE``, else ``$XDG_CACHE_HOME/mila_kernels``, else ``~/.cache/mila_kernels``."""
+    """The folder of compiled steps: ``$MILA_CACHE``, or ``mila_kernels`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     chosen = os.environ.get("MILA_CACHE")
     if chosen:
         return Path(chosen).expanduser().resolve()

@@ -303,13 +303,20 @@ def _mark_failed(target: Path, error: str) -> None:
 
 
 def _failed_cases(folder: Path, before: Mapping[str, int]) -> list[str]:
-    """Cases that the rows since ``before`` call failed: a notebook that goes on after them has failed all the same."""
+    """Cases that the rows since ``before`` call failed: a notebook that goes on after them has failed all the same.
+
+    A peer that is wrong (its rows have no ``source_sha``) is a finding, not a failure of ours.
+    """
     timings = [row for name in ("timings", "ablations") for row in results.read(folder, name)[before.get(name, 0) :]]
     parity = results.read(folder, "parity")[before.get("parity", 0) :]
     found = [
         f"{row.op}/{row.step} {row.workload or row.shape}: {row.error}" for row in timings if row.status == "failed"
     ]
-    return found + [f"{row.op}/{row.step} {row.shape}: rel_l2 {row.rel_l2:.2e}" for row in parity if not row.passed]
+    return found + [
+        f"{row.op}/{row.step} {row.shape}: rel_l2 {row.rel_l2:.2e}"
+        for row in parity
+        if row.source_sha and not row.passed
+    ]
 
 
 def _outcome(run_id: str, path: Path, status: str, *, seconds: float, error: str, **counts: Any) -> NotebookRow:
@@ -406,9 +413,10 @@ def _export_html(target: Path) -> None:
 
     if not target.exists():
         return
+    folders = _template_folders()
     exporter = HTMLExporter(
         embed_images=True, require_js_url="", jquery_url="", mathjax_url="", mermaid_js_url="",
-        extra_template_basedirs=_template_folders(),
+        extra_template_basedirs=folders, extra_template_paths=folders,
     )  # fmt: skip
     exporter.log.setLevel("ERROR")  # it warns of images without a description, which they get below
     body, _ = exporter.from_filename(str(target))
