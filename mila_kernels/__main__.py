@@ -46,6 +46,7 @@ CHECK_SHAPES = {
     ),
     "matvec_fp4": ("n70 k256 m1 bf16", "n33 k384 m3 fp16"),
     "matvec_fp8": ("n70 k256 m1 bf16", "n33 k384 m3 fp16"),
+    "gemm_w4a8": ("n192 k384 m70 bf16", "n208 k256 m3 bf16", "n64 k128 m300 fp16"),
 }
 
 EXAMPLES = """\
