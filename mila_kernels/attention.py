@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -87,7 +86,14 @@ def prefill(
 
 @torch.library.custom_op("mila_kernels::prefill", mutates_args=())
 def _prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: str, causal: bool, window: int, scale: float, with_lse: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    step: str,
+    causal: bool,
+    window: int,
+    scale: float,
+    with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     o, lse = _prefill_outputs(q, k, v, step, causal, window, scale, with_lse)
     args = PrefillArgs(
@@ -103,14 +109,21 @@ def _prefill(
 
 @_prefill.register_fake
 def _prefill_outputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: str, causal: bool, window: int, scale: float, with_lse: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    step: str,
+    causal: bool,
+    window: int,
+    scale: float,
+    with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, q_len, q_heads, _ = q.shape
     lse_shape = (batch, q_heads, q_len) if with_lse else (0,)
     return outputs.empty(q, q.shape), outputs.empty(q, lse_shape, torch.float32)
 
 
-def _strides(x: torch.Tensor) -> Sequence[int]:
+def _strides(x: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:
     """Batch, token and head strides in elements."""
     return (ctypes.c_int64 * 3)(*x.stride()[:3])
 
@@ -186,7 +199,11 @@ def _misfit(step: steps.Step, *tensors: torch.Tensor) -> str | None:
         return f"q: {torch.cuda.get_device_name(q.device)} is not one of {', '.join(step.architectures)}"
     for name, x in zip("qkv", tensors, strict=False):
         offsets = [x.data_ptr() % step.alignment if x.numel() else 0]
-        offsets += [stride * x.element_size() % step.alignment for stride, n in zip(x.stride()[:3], x.shape, strict=False) if n > 1]
+        offsets += [
+            stride * x.element_size() % step.alignment
+            for stride, n in zip(x.stride()[:3], x.shape, strict=False)
+            if n > 1
+        ]
         if any(offsets):
             return f"{name}: address and strides must be multiples of {step.alignment} bytes; pass {name}.contiguous()"
     return None
