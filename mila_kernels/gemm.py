@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def gemm_w4a8(
             :func:`quantize_activations` gives: codes ``[m, k]`` in ``torch.float8_e4m3fn`` and FP32 scales, ``[m]`` or,
             one for all tokens, ``[1]``.
         w: the weight ``[n, k]``, groups of 128, any n (steps 02 and 03, whose library multiplies: a multiple of 16).
-            A step that needs another layout shuffles it at the first call and remembers it.
+            A step that needs another layout shuffles it at the first call, which must not be one that a CUDA graph
+            captures, and remembers it.
         step: an optimisation step (``"gemm_w4a8/04_fused_mma"``); None: the fastest of this device.
         bias: ``[n]`` in ``out_dtype``, or None.
         out_dtype: ``torch.bfloat16`` or ``torch.float16``.
@@ -254,7 +256,8 @@ class _Call:
             m=self.m, n=self.n, k=self.k, phase=PHASES[phase], x_dtype=DTYPE_CODES[self._dtype()],
             y_dtype=DTYPE_CODES[self.out_dtype], w_scale_dtype=SCALE_CODES.get(self.w_scales.dtype, 1),
             layout=LAYOUTS[step_layout(self.step)], sm_count=_sm_count(self.x.device),
-            x_codes_stride=every["x_codes"].stride(0) if "x_codes" in every else 0,
+            # The stride of a single row may be anything.
+            x_codes_stride=every["x_codes"].stride(0) if "x_codes" in every and self.m > 1 else self.k,
             y_stride=every["y"].stride(0) if "y" in every else 0,
         )  # fmt: skip
         build.launch(self.step, args, self.x.device, reads=reads, writes=writes)
@@ -284,14 +287,15 @@ def _sm_count(device: torch.device) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _code_of(path: str, stamp: tuple[int, int], text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("//"))
+def _code_of(path: Path, stamp: tuple[int, int]) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if not line.lstrip().startswith("//"))
 
 
 def _code(step: steps.Step) -> str:
     """A step's source without the lines of comment."""
     info = step.path.stat()
-    return _code_of(str(step.path), (info.st_mtime_ns, info.st_size), step.source)
+    return _code_of(step.path, (info.st_mtime_ns, info.st_size))
 
 
 def step_layout(step: steps.Step) -> str:

@@ -211,6 +211,8 @@ def test_rows_may_be_strided_and_nothing_between_them_counts(step: str, device: 
     wide[:, 64:320] = codes.view(torch.uint8)
     strided = wide[:, 64:320].view(torch.float8_e4m3fn)
     assert torch.equal(gemm_w4a8((strided, scales), w, step=step), gemm_w4a8((codes, scales), w, step=step))
+    one = codes[:1].as_strided((1, 256), (1, 1))  # the stride of a single row means nothing
+    assert torch.equal(gemm_w4a8((one, scales[:1]), w, step=step), gemm_w4a8((codes[:1], scales[:1]), w, step=step))
 
 
 def test_blocks_hold_what_the_kernels_unfold() -> None:
