@@ -374,3 +374,24 @@ def test_register_operand_that_is_rewritten_in_flight(tmp_path: Path) -> None:
     assert re.search(rf"in flight: .*writes registers at rewritten.cu:{line}|in flight: .*rewritten.cu:{line}", text), (
         text
     )
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "says", "at"),
+    [
+        ("    mbarrier_wait(barrier, turn);\n", "    if (thread < 64) mbarrier_wait(barrier, turn);\n",
+         "uninitialised|in flight: .*reads .*while a cp.async|race: .*cp.async", "THREADS - 1 - thread"),
+        ("    cp_async_mbarrier_arrive_noinc(barrier);\n", "    mbarrier_arrive(barrier);\n",
+         "in flight: .*reads .*while a cp.async", "THREADS - 1 - thread"),
+    ],
+    ids=["some threads do not wait", "an arrival that does not await the copies"],
+)  # fmt: skip
+def test_planted_bug_of_an_arrival_after_copies_is_found(
+    find: str, replace: str, says: str, at: str, tmp_path: Path
+) -> None:
+    step = Bug("arrival", find, replace, "", ()).plant(tmp_path, record.step())
+    trial = record.trials("cp_async_arrive")[0]
+    for seed in range(5):
+        text = report_of(lambda seed=seed: record.run("cp_async_arrive", trial, check=True, seed=seed, of=step))  # type: ignore[misc]
+        lines = [i for i, line in enumerate(step.source.split("\n"), 1) if at in line]
+        assert re.search(says, text) and any(f"05_hopper_conformance.cu:{line}" in text for line in lines), text

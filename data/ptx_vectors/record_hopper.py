@@ -295,6 +295,11 @@ def _named_barriers(rng: np.random.Generator) -> Trial:
     return Trial(given, np.concatenate([given[:64][::-1], given[64:]]))
 
 
+def _cp_async_arrive(rng: np.random.Generator) -> Trial:
+    given = _bits(rng, 2 * 4 * THREADS)
+    return Trial(given, given.reshape(2, THREADS, 4)[:, ::-1].reshape(-1))
+
+
 def _stmatrix(name: str, rng: np.random.Generator) -> Trial:
     count, transposed = int(name[10]), name.endswith("trans")
     given = _bits(rng, 5 * 32).reshape(32, 5)
@@ -357,6 +362,7 @@ def trials(name: str) -> list[Trial]:
     rng = np.random.default_rng([SEED, *name.encode()])
     simple: dict[str, Callable[[np.random.Generator], Trial]] = {
         "wgmma_groups": _wgmma_groups, "mbarrier": _mbarrier, "named_barriers": _named_barriers, "bulk": _bulk,
+        "cp_async_arrive": _cp_async_arrive,
         "elect": lambda rng: Trial(np.zeros(1, np.uint32), np.full(THREADS, 17, np.uint32)),
     }  # fmt: skip
     if name in simple:

@@ -63,6 +63,16 @@ DEVICE void mbarrier_arrive(uint32_t barrier MK_SITE) {
 #endif
 }
 
+// An arrival that comes by itself once the calling thread's cp.async copies so far have landed; one of those that init
+// counts (.noinc). It shows the copies alone to who waits.
+DEVICE void cp_async_mbarrier_arrive_noinc(uint32_t barrier MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+#else
+  emu::mbarrier_arrive_after_copies(barrier, site);
+#endif
+}
+
 // Announces bytes for the current phase, which does not end before they have landed.
 DEVICE void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes MK_SITE) {
 #ifdef __CUDACC__

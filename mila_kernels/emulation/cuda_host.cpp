@@ -186,6 +186,7 @@ struct Copy {  // a cp.async that has been issued
   const void* source;
   uint32_t offset;  // in the block's shared memory
   uint16_t bytes, source_bytes;
+  bool made = false;  // ahead of its wait, for an mbarrier
 };
 
 struct Warp;
@@ -225,7 +226,8 @@ struct Thread {
   Kind waits;
   Place place;  // where it waits
   bool exited;
-  std::vector<Copy> copies;       // in order of issue; the first `copies_done` have been made
+  std::vector<Copy> copies;       // in order of issue; the first `copies_done` have been waited for
+  uint32_t copies_ever;           // issued, those too that have left the list
   size_t copies_done;
   std::vector<size_t> groups;     // ends of the committed groups, as indices into copies
   size_t groups_done;
@@ -553,7 +555,7 @@ void add_clocks(const Worker& w, Snapshot* to, const Snapshot* from) {
 void add_own(const Worker& w, Snapshot* to, const Thread& t) {
   const uint32_t count = w.launch->all_threads;
   to->clocks[t.linear] = t.clock;
-  to->clocks[count + t.linear] = t.copies_over;
+  to->clocks[count + t.linear] = std::max(to->clocks[count + t.linear], t.copies_over);
   if (!w.uses_hopper) return;
   to->clocks[2 * count + t.linear] = t.stores_over;
   uint32_t& products = to->clocks[3 * count + t.linear / WARPGROUP_LANES];
@@ -589,7 +591,7 @@ uint32_t epoch_of(uint32_t agent, uint32_t clock) { return agent << CLOCK_BITS |
 bool comes_after(const Thread& t, uint32_t epoch) {
   const uint32_t agent = epoch >> CLOCK_BITS, clock = epoch & MAX_CLOCK, count = t.worker->launch->all_threads;
   if (agent == t.linear) return true;
-  if (agent == count + t.linear) return clock <= t.copies_over;
+  if (agent == count + t.linear && clock <= t.copies_over) return true;
   if (agent >= 2 * count) {
     if (agent == BARRIER_WORD) return false;
     if (agent == 2 * count + t.linear && clock <= t.stores_over) return true;
@@ -1035,13 +1037,16 @@ void release_block(Worker& w, uint32_t rank) {
   }
 }
 
+void make_copy(Thread& t, Copy& c) {
+  if (c.made) return;
+  c.made = true;
+  char* destination = t.worker->window + c.offset;
+  memcpy(destination, c.source, c.source_bytes);
+  memset(destination + c.source_bytes, 0, static_cast<size_t>(c.bytes - c.source_bytes));
+}
+
 void finish_copies(Thread& t, size_t count) {
-  for (; t.copies_done < count; ++t.copies_done, ++t.copies_over) {
-    const Copy& c = t.copies[t.copies_done];
-    char* destination = t.worker->window + c.offset;
-    memcpy(destination, c.source, c.source_bytes);
-    memset(destination + c.source_bytes, 0, static_cast<size_t>(c.bytes - c.source_bytes));
-  }
+  for (; t.copies_done < count; ++t.copies_done, ++t.copies_over) make_copy(t, t.copies[t.copies_done]);
 }
 
 void exit_thread(Thread& t) {
@@ -1107,7 +1112,7 @@ void start_block(Worker& w, uint64_t linear) {
     t.copies.clear();
     t.groups.clear();
     t.copies_done = t.groups_done = 0;
-    t.barrier = t.store_groups = t.cluster_turn = 0;
+    t.barrier = t.store_groups = t.cluster_turn = t.copies_ever = 0;
     t.stores.clear();
     t.guards.clear();
     t.sp = fresh_stack(t.stack_high);
@@ -1650,6 +1655,7 @@ void cp_async(uint32_t destination, const void* source, unsigned bytes, unsigned
                  "overwrites by cp.async", 0, place.pc);
   }
   t.copies.push_back({source, offset, static_cast<uint16_t>(bytes), static_cast<uint16_t>(source_bytes)});
+  ++t.copies_ever;
 }
 
 void cp_async_commit() {

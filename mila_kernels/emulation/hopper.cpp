@@ -23,6 +23,7 @@ Hopper& use_hopper(const char* what, const Place& place, Needs needs = Needs::sm
   const size_t bytes = (launch.cluster_blocks - 1) * WINDOW_BYTES + launch.shared_bytes;  // of the cluster's windows
   h.barrier_at.assign(bytes / 8 + 1, 0);
   h.loads.clear();
+  h.arrivals.clear();
   for (auto& block : h.named)
     for (NamedBarrier& b : block) b = {};
   h.cluster = {};
@@ -355,9 +356,45 @@ void land(Worker& w, const Load& load) {
   end_phase(w, load.barrier, &load);
 }
 
+// The thread's cp.async copies up to the arrival land, then it arrives.
+void land_arrival(Worker& w, const CopyArrival& a) {
+  Thread& t = w.threads[a.thread];
+  const uint32_t gone = t.copies_ever - static_cast<uint32_t>(t.copies.size());
+  for (uint32_t i = gone; i < a.copies; ++i) make_copy(t, t.copies[i - gone]);
+  Mbarrier& b = w.hopper->barriers[a.barrier];
+  if (!b.pending)
+    report("mbarrier: an arrival after cp.async, issued by " + who(t) + " at " + where(a.place) +
+           ", comes where none is expected, at " + phase_of(b));
+  if (t.checking) {
+    if (!b.gathering) {
+      b.gathering = new_snapshot(w);
+      b.gathering->references = 1;
+      if (b.ended) {
+        copy_clocks(w, b.gathering, b.ended);
+      } else {
+        memset(b.gathering->clocks, 0, w.agents * sizeof(uint32_t));
+        memset(b.gathering->fenced, 0, w.launch->all_threads * sizeof(uint32_t));
+      }
+    }
+    uint32_t& copies = b.gathering->clocks[w.launch->all_threads + a.thread];
+    copies = std::max(copies, a.clock);
+  }
+  w.sleeps = 0;
+  --b.pending;
+  end_phase(w, a.barrier, nullptr);
+}
+
 // One of the copies on their way, any; false: there is none.
 bool land_a_copy(Worker& w) {
   std::vector<Load>& loads = w.hopper->loads;
+  std::vector<CopyArrival>& arrivals = w.hopper->arrivals;
+  if (!arrivals.empty() && (loads.empty() || w.random.next() >> 31)) {
+    std::swap(arrivals[w.random.next() % arrivals.size()], arrivals.back());
+    const CopyArrival arrival = arrivals.back();
+    arrivals.pop_back();
+    land_arrival(w, arrival);
+    return true;
+  }
   if (loads.empty()) return false;
   std::swap(loads[w.random.next() % loads.size()], loads.back());
   const Load load = std::move(loads.back());
@@ -757,6 +794,10 @@ void mbarrier_inval(uint32_t barrier, Site site) {
     if (load.barrier == index)
       report("in flight: mbarrier.inval by " + who(t) + " while a copy is to complete on " + barrier_name(b) +
              ", issued at " + where(load.box.place) + ", " + where(place));
+  for (const CopyArrival& arrival : h.arrivals)
+    if (arrival.barrier == index)
+      report("in flight: mbarrier.inval by " + who(t) + " before an arrival after cp.async at " + barrier_name(b) +
+             ", issued at " + where(arrival.place) + ", " + where(place));
   if (!b.waiters.empty())
     report("mbarrier.inval by " + who(t) + " while others wait at " + barrier_name(b) + ", " + where(place));
   b.live = false;
@@ -787,6 +828,13 @@ void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes, bool arrives, Site sit
     report("mbarrier.expect_tx by " + who(t) + ": more than 2^20 - 1 bytes are pending at " + phase_of(b) + ", " +
            where(place));
   if (arrives) arrive(t, index, 1, place);
+}
+
+void mbarrier_arrive_after_copies(uint32_t barrier, Site site) {
+  const Place place = PLACE;
+  Thread& t = *current;
+  const uint32_t index = find_barrier(t, barrier, "cp.async.mbarrier.arrive", place);
+  t.worker->hopper->arrivals.push_back({t.linear, t.copies_ever, t.copies_issued, index, place});
 }
 
 void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site) {

@@ -46,6 +46,7 @@ void mbarrier_inval(uint32_t barrier, Site site);
 void mbarrier_arrive(uint32_t barrier, uint32_t count, Site site);
 void mbarrier_arrive_cluster(uint32_t barrier, Site site);
 void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes, bool arrive, Site site);
+void mbarrier_arrive_after_copies(uint32_t barrier, Site site);
 void mbarrier_wait(uint32_t barrier, uint32_t parity, Site site);
 bool mbarrier_test_wait(uint32_t barrier, uint32_t parity, Site site);
 void fence_mbarrier_init(Site site);

@@ -21,6 +21,11 @@ struct Load {  // a copy on its way to shared memory
   uint64_t phase;
 };
 
+struct CopyArrival {  // at an mbarrier, once a thread's cp.async copies so far have landed
+  uint32_t thread, copies, clock, barrier;
+  Place place;
+};
+
 struct Store {  // a copy from shared to global memory
   Box box;
   uint32_t group;
@@ -102,6 +107,7 @@ struct Hopper {
   std::vector<Mbarrier> barriers;
   std::vector<uint16_t> barrier_at;  // of each 8 bytes of shared memory: 1 + the index
   std::vector<Load> loads;
+  std::vector<CopyArrival> arrivals;
   NamedBarrier named[MAX_CLUSTER][16];
   ClusterBarrier cluster;
   Warpgroup groups[MAX_WARPGROUPS];

@@ -147,6 +147,20 @@ DEVICE void run_mbarrier(const uint32_t* in, uint32_t* out, Smem& smem) {
   }
 }
 
+// Each thread's 16 bytes, for another to read; in `out` [128][4], two turns.
+DEVICE void run_cp_async_arrive(const uint32_t* in, uint32_t* out, Smem& smem) {
+  make_barrier(smem.barrier[0], THREADS);
+  const uint32_t barrier = smem_u32(&smem.barrier[0]);
+  const int thread = threadIdx.x;
+  for (int turn = 0; turn < 2; ++turn) {
+    uint32_t* tile = smem.image + turn * 4 * THREADS;
+    cp_async_cg(smem_u32(tile + 4 * thread), in + 4 * (turn * THREADS + thread));
+    cp_async_mbarrier_arrive_noinc(barrier);
+    mbarrier_wait(barrier, turn);
+    for (int i = 0; i < 4; ++i) out[4 * (turn * THREADS + thread) + i] = tile[4 * (THREADS - 1 - thread) + i];
+  }
+}
+
 // The first half of the block hands on through barrier 1, the second counts at barrier 2 and goes on.
 DEVICE void run_named_barriers(const uint32_t* in, uint32_t* out, Smem& smem) {
   const int i = threadIdx.x;
@@ -314,6 +328,8 @@ __global__ void __launch_bounds__(THREADS, 1)
       return run_tensor_load(map, args, out, smem);
     case 33:  // tensor_store
       return run_tensor_store(map, args, in, smem);
+    case 36:  // cp_async_arrive
+      return run_cp_async_arrive(in, out, smem);
     case 34:  // elect: how many are elected, and whether twice the same
     {
       const bool first = elect_sync(ALL_LANES), again = elect_sync(ALL_LANES);
