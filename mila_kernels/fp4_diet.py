@@ -47,6 +47,14 @@ def instructions_a_weight(names: Sequence[str], arch: str = "sm_90a") -> pd.Data
     return pd.DataFrame(table).set_index("step").round(2)
 
 
+def instructions_table(names: Sequence[str]) -> pd.DataFrame:
+    """:func:`instructions_a_weight` where the tools for it are, else a row that says what is missing."""
+    try:
+        return instructions_a_weight(names)
+    except static.ToolError as error:
+        return pd.DataFrame({"not counted here": [str(error)]})
+
+
 def _innermost_loop(sass: str) -> Counter[str]:
     """Instructions between a backward branch and its target, of the loop with the most work a byte; ``x`` counts the
     16-byte loads."""

@@ -38,8 +38,8 @@ Say = Callable[[str], object]
 
 # A column of the table that is written in capitals is the count of that instruction.
 INSTRUCTIONS = tuple(column for column in results.columns("static") if column.isupper())
-# What kernels are built with for a GPU, less the line table, which would only make the PTX harder to read.
 TABLED = ("sm_89", "sm_90a")
+# What kernels are built with for a GPU, less the line table, which would only make the PTX harder to read.
 FLAGS = (*(flag for flag in build.CUDA_FLAGS if flag != "-lineinfo"), "-Xptxas=-v")
 
 # wgmma serialised by the compiler and setmaxnreg ignored: the step is not what it says it is. C7519 only tells of a

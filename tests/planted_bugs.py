@@ -60,7 +60,7 @@ _A_ROW = "&smem.a[stage][warp * 16 + lane % 16][k + lane / 16 * 8]"
 _LDMATRIX = ("ldmatrix_x4(a", "ldmatrix_x4(b")
 _COPY = "cp_async_cg_zfill("
 _STORE = "args.c[static_cast<int64_t>(m) * args.n + n]"
-_NOT_LANDED = "in flight: .*reads|race: .*was waited for, but no barrier"
+_NOT_LANDED = "in flight: .*reads|race: .*was waited for, but no barrier|uninitialised: .*reads"
 
 PRODUCT_BUGS = [
     Bug("missing barrier", _P, _LANDED, "", _NOT_LANDED, _LDMATRIX),
