@@ -204,13 +204,16 @@ _STYLE = """<style>
 </style>"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff:
     """The difference between two steps: ``str()`` is a unified diff, in a notebook it shows side by side."""
 
     a: Step
     b: Step
     context: int = 3
+
+    def __repr__(self) -> str:
+        return f"the difference of {self.a.id} and {self.b.id}"
 
     def __str__(self) -> str:
         lines = difflib.unified_diff(
