@@ -138,6 +138,50 @@ def _list(args: argparse.Namespace) -> int:
     return OK
 
 
+# ---------------------------------------------------------------------------------------------- build
+
+
+def _build_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
+    _add_device(parser)
+    parser.add_argument("--jobs", type=_positive, default=os.cpu_count(), metavar="N", help="at once (default: cores)")
+
+
+def _build(args: argparse.Namespace) -> int:
+    """One step is built here, several in a process each: within one, builds wait for each other."""
+    import subprocess
+    from concurrent.futures import ThreadPoolExecutor
+
+    from . import build, steps
+
+    backend = "emulation" if _in_emulation(args.device) else "cuda"
+    chosen = steps.select(args.steps)
+    if len(chosen) == 1:
+        try:
+            build.load(chosen[0], backend)  # type: ignore[arg-type]
+        except build.BuildError as error:
+            print(f"FAILED  {chosen[0].id}: {error}", file=sys.stderr)
+            return FAILED
+        print(f"built   {chosen[0].id}")
+        return OK
+
+    def attempt(step: Step) -> bool:
+        command = [sys.executable, "-m", "mila_kernels", "build", step.id, "--device", backend]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_found_again())
+        print(done.stdout + done.stderr, end="", flush=True)
+        return done.returncode == OK
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        built = list(pool.map(attempt, chosen))
+    print(f"{sum(built)} of {len(built)} steps built for {backend}")
+    return OK if all(built) else FAILED
+
+
+def _found_again() -> dict[str, str]:
+    """The environment of a child that imports this very package."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(paths.ROOT), os.environ.get("PYTHONPATH")]))}
+
+
 # ---------------------------------------------------------------------------------------------- check
 
 
@@ -433,6 +477,10 @@ COMMANDS = {
     "list": Command(
         "list the steps: what each changed and how it ended",
         _list_arguments, _list,
+    ),
+    "build": Command(
+        "compile steps ahead, several at a time; whatever needs one compiles it otherwise",
+        _build_arguments, _build,
     ),
     "check": Command(
         "compare steps with the float64 truth, on plain and on poisoned, guarded memory",

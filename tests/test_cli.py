@@ -23,15 +23,37 @@ def commands() -> list[str]:
 
 
 def test_commands_are_those_documented() -> None:
-    assert commands() == ["list", "check", "bench", "static", "profile", "reproduce", "record", "report"]
+    assert commands() == ["list", "build", "check", "bench", "static", "profile", "reproduce", "record", "report"]
 
 
-@pytest.mark.parametrize("name", ["list", "check", "bench", "static", "profile", "reproduce", "record", "report"])
+@pytest.mark.parametrize(
+    "name", ["list", "build", "check", "bench", "static", "profile", "reproduce", "record", "report"]
+)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([name, "--help"])
     assert ended.value.code == 0
     assert len(capsys.readouterr().out) > 150
+
+
+def test_build_compiles_steps_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MILA_CACHE", str(tmp_path / "cache"))
+    assert cli.main(["build", "prefill/01", "matvec_fp8/01", "--device", "emulation", "--jobs", "2"]) == 0
+    said = capfd.readouterr().out
+    assert "built   prefill/01_scalar" in said and "2 of 2 steps built for emulation" in said
+    assert list((tmp_path / "cache").glob("*prefill-01_scalar*"))
+
+
+def test_build_says_which_step_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MILA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    assert cli.main(["build", "prefill/01", "prefill/02", "--device", "emulation"]) == 1
+    said = capfd.readouterr().out
+    assert "FAILED  prefill/01_scalar" in said and "0 of 2 steps built" in said
 
 
 def test_no_command_prints_help_and_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
