@@ -289,7 +289,9 @@ def test_interrupt_ends_the_batch_and_says_what_was_not_run(folder: Path, write:
     out = tmp_path / "out"
     line = [sys.executable, "-m", "mila_kernels", "reproduce", "--notebooks", folder, "--out", out]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    # A test run in the background of a shell ignores Ctrl-C, and so would its children.
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "start_new_session": True}
+    with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True, **options) as process:
         executed, deadline = out / "notebooks" / "01_first.ipynb", time.monotonic() + 60
         while not (executed.exists() and "here" in executed.read_text()) and time.monotonic() < deadline:
             time.sleep(0.2)
