@@ -6,7 +6,7 @@
 //   in place of 2.3, load/store pipe 58% in place of 34%.
 // Verdict: Kept. Where the grid is full (N 8192) the gain is the predicted one. On the published instance it is above
 //   1.5: there step 01 has 2.6 waves of blocks and waits for L2 more than for its load pipe, and shared memory answers
-//   in a tenth of that time. The loads did not become fewer, which is what remains.
+//   sooner. The loads did not become fewer, which is what remains.
 // Alignment: 2
 #include "args.cuh"
 

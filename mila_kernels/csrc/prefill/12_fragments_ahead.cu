@@ -4,9 +4,9 @@
 //   else hides that. A quarter faster.
 // Measured: H200, 2026-11-29 (not in a recorded run yet), prefill/published-instance: 0.327 ms, no faster; N 8192:
 //   4.90 ms, 224 TFLOP/s.
-// Verdict: Kept for what it allows, though the prediction missed: ptxas had already moved most fragment loads ahead
-//   once the copies were lean, and what a warp waits for is shared memory's throughput (384 bytes an mma in the
-//   scores), not the latency of one load. With fewer bytes (step 15) the order does count.
+// Verdict: Kept for what it allows, though the prediction missed: a warp seems to wait for shared memory's throughput
+//   (384 bytes an mma in the scores), not for the latency of one load; no counter has confirmed it yet. With fewer
+//   bytes (step 15) the order does count.
 // Architectures: sm_90a sm_100a
 // Head dims: 64 128 256 512
 // Alignment: 16
