@@ -61,6 +61,7 @@ LABELS = {
 }
 _STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
 _ADDITIVE = re.compile(r"\.sum$")
+_SEPARATOR = "spin_kernel"  # torch's name for what torch.cuda._sleep launches
 
 
 class ProfileError(RuntimeError):
@@ -106,51 +107,63 @@ def find_ncu() -> Path:
     return Path(place)
 
 
-def profile(chosen: Step, workload: Workload, seed: int = 0) -> list[Counter]:
-    """Counters of a step on a workload, clocks left as they are, caches flushed before each pass by ncu.
+def profile(chosen: Sequence[Step], workload: Workload, seed: int = 0) -> list[list[Counter]]:
+    """Counters of steps on a workload, a list a step, clocks left as they are, caches flushed before each pass by ncu.
 
     Of a workload of several parts the last is taken, its longest. Several kernels of one call give one figure: the mean
     of sums and sizes, the mean weighted by duration of everything else. Raises ProfileError.
     """
     ncu = find_ncu()
+    names = ", ".join(step.id for step in chosen)
     with tempfile.TemporaryDirectory(prefix="mila_kernels_") as folder:
         log = Path(folder) / "ncu.csv"
         line = [str(ncu), "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
         line += ["--profile-from-start", "off", "--target-processes", "all", "--log-file", str(log)]
         line += [word for section in SECTIONS for word in ("--section", section)]
-        line += [sys.executable, "-m", "mila_kernels.counters", chosen.id, str(seed), workload.parts()[-1].shape]
+        line += [sys.executable, "-m", "mila_kernels.counters", str(seed), workload.parts()[-1].shape]
+        line += [step.id for step in chosen]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "PYTHONPATH": path}
         try:
             done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise ProfileError(f"ncu took more than {TIMEOUT_S} s over {chosen.id}") from None
+            raise ProfileError(f"ncu took more than {TIMEOUT_S} s over {names}") from None
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     if "ERR_NVGPUCTRPERM" in text + done.stderr:
         raise ProfileError(
             "this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the nvidia module with "
             "NVreg_RestrictProfilingToAdminUsers=0"
         )
-    launches = parse(text)
-    if done.returncode or not launches:
+    calls = parse(text)
+    if done.returncode or len(calls) != len(chosen) or not all(calls):
         tail = " ".join(line for line in (text + done.stderr + done.stdout).splitlines()[-6:])
-        raise ProfileError(f"ncu ended with {done.returncode} and {len(launches)} launches: {tail}")
-    return combine(launches)
+        counts = [len(call) for call in calls]
+        raise ProfileError(f"ncu over {names} ended with {done.returncode} and launches {counts}: {tail}")
+    return [combine(launches) for launches in calls]
 
 
-def parse(text: str) -> list[dict[str, Counter]]:
-    """ncu's raw CSV page: for each launch, the counters of LABELS and the stall reasons that it holds."""
+def parse(text: str) -> list[list[dict[str, Counter]]]:
+    """ncu's raw CSV page: for each call, up to its separator, and each of its launches, its counters.
+
+    They are those of LABELS and the stall reasons. What follows the last separator is no whole call and is left out.
+    """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         return []
     names, units, *rows = csv.reader(line for line in lines[start:] if line.startswith('"'))
     wanted = [i for i, name in enumerate(names) if name in LABELS or _STALL.fullmatch(name)]
-    return [
-        {names[i]: Counter(names[i], _number(row[i]), units[i]) for i in wanted if i < len(row) and row[i].strip()}
-        for row in rows
-        if len(row) == len(names)
-    ]
+    kernel = names.index("Kernel Name")
+    calls: list[list[dict[str, Counter]]] = [[]]
+    for row in rows:
+        if len(row) != len(names):
+            continue
+        if _SEPARATOR in row[kernel]:
+            calls.append([])
+        else:
+            there = (i for i in wanted if row[i].strip())
+            calls[-1].append({names[i]: Counter(names[i], _number(row[i]), units[i]) for i in there})
+    return calls[:-1]
 
 
 def _number(text: str) -> float:
@@ -174,19 +187,21 @@ def combine(launches: Sequence[dict[str, Counter]]) -> list[Counter]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What runs under ncu: one launch of the step for each shape, after one that warms it up outside the counters."""
+    """What runs under ncu: one call of each step, after one that warms it up outside the counters, and a separator."""
     import torch
 
     from .ops import OPS
 
-    chosen, seed = step(arguments[0]), int(arguments[1])
-    op = OPS[chosen.op]
-    for text in arguments[2:]:
-        inputs = op.make_inputs(parse_shape(chosen.op, text), seed, torch.device("cuda"))
-        op.run(step=chosen, **inputs)
+    seed, shape, *names = arguments
+    chosen = [step(name) for name in names]
+    op = OPS[chosen[0].op]
+    inputs = op.make_inputs(parse_shape(op.name, shape), int(seed), torch.device("cuda"))
+    for one in chosen:
+        op.run(step=one, **inputs)
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
-        op.run(step=chosen, **inputs)
+        op.run(step=one, **inputs)
+        torch.cuda._sleep(1)  # the separator: a step's call may launch any number of kernels
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 

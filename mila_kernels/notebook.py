@@ -406,10 +406,11 @@ class Session:
                 with self.run as run:
                     there = results.read(run.folder, "counters")  # some are of the timings: power, clocks
                     known = {(row.step, row.workload) for row in there if label(row.metric) != row.metric}
-                    for step in chosen:
-                        if (step.name, workload.name) not in known:
-                            for row in rows_of(step, workload, profile(step, workload, self.seed)):
-                                run.add(row)
+                    unknown = [step for step in chosen if (step.name, workload.name) not in known]
+                    found = profile(unknown, workload, self.seed) if unknown else []
+                    for step, counted in zip(unknown, found, strict=True):
+                        for row in rows_of(step, workload, counted):
+                            run.add(row)
             except ProfileError as error:
                 folder, why = paths.RESULTS / self.gpu, str(error)
         table = results.table("counters", folder)

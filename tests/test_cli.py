@@ -178,13 +178,16 @@ COLUMNS = {
 }
 
 
-def raw_page(launches: int = 2) -> str:
-    """A raw page as ``ncu --csv --page raw --log-file`` writes it."""
+def raw_page() -> str:
+    """A raw page as ``ncu --csv --page raw --log-file`` writes it: calls of two, one and no whole launch."""
     fixed = ["ID", "Kernel Name", "Device"]
     text = ["==PROF== Connected to process 42", '==PROF== Profiling "prefill_scalar": 0%....100% - 9 passes']
     rows = [fixed + list(COLUMNS), ["", "", ""] + [unit for unit, _ in COLUMNS.values()]]
+    spin = "at::cuda::<unnamed>::spin_kernel(long)"
+    launches = [("void k<int>(A, B)", 0), ("merge(A)", 1), (spin, 0), ("k(A)", 0), (spin, 0), ("cut(A)", 0)]
     rows += [
-        [str(i), "void k<int>(A, B)", "GPU"] + [values[i] for _, values in COLUMNS.values()] for i in range(launches)
+        [str(i), name, "GPU"] + [values[which] for _, values in COLUMNS.values()]
+        for i, (name, which) in enumerate(launches)
     ]
     text += [",".join(f'"{cell}"' for cell in row) for row in rows]
     return "\n".join([*text, "==PROF== Disconnected from process 42"])
@@ -192,8 +195,9 @@ def raw_page(launches: int = 2) -> str:
 
 def test_counters_are_read_from_ncu_and_combined_over_launches() -> None:
     assert list(csv.reader([raw_page().splitlines()[2]]))[0][3] == "gpu__time_duration.sum"
-    launches = counters.parse(raw_page())
+    launches, single = counters.parse(raw_page())
     assert [len(launch) for launch in launches] == [5, 5], "metrics without a label are left out"
+    assert len(single) == 1 and single[0]["launch__grid_size"].value == 128.0
     found = {counter.metric: counter for counter in counters.combine(launches)}
     assert found["gpu__time_duration.sum"] == counters.Counter("gpu__time_duration.sum", 2000.0, "ns")
     assert found["dram__bytes_read.sum"].value == 20.0
