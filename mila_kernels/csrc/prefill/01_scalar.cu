@@ -1,9 +1,9 @@
 // Change: the baseline. One warp owns one query row; K and V are streamed from global memory, one key at a time.
 // Prediction: a key costs 5 shuffles, 2 exponentials and head_dim / 16 FMAs and as many loads a lane: the chip issues
 //   instructions, not mathematics, so under 1% of the tensor-core peak however fast the memory is.
-// Measured: H200, 2026-11-29, prefill/published-instance: 15.5 ms, 4.4 TFLOP/s, 0.55% of the limit (published, RTX
-//   4070: 127 ms). N 8192: 182 ms, 6.0 TFLOP/s; N 512 to 16384: 3.7 to 6.1 TFLOP/s. ncu: DRAM throughput 0.02%, L1 hits
-//   89%, 2.3 instructions a clock, 34% of the warps that fit the SM's slots.
+// Measured: H200, 2026-11-29, prefill/published-instance: 15.8 ms, 4.4 TFLOP/s, 0.55% of the limit (published, RTX
+//   4070: 127 ms). N 8192: 183 ms, 6.0 TFLOP/s; N 512 to 16384: 3.6 to 6.1 TFLOP/s. ncu: DRAM throughput 0.02%, L1 hits
+//   89%, 2.2 instructions a clock, 34% of the warps that fit the SM's slots.
 // Verdict: Kept as the baseline. As predicted: memory is idle, and the chip issues instructions. The load pipe alone
 //   would allow 4.5 ms; waiting for each key's data and for the chain of shuffles behind it takes the rest.
 // Alignment: 2

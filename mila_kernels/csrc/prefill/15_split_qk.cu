@@ -2,12 +2,12 @@
 //   warps add up their halves through shared memory.
 // Prediction: an mma then needs 256 bytes of fragments in place of 384, 128 KB less of the 512 KB that a tile of 64
 //   keys moves out of shared memory at head dim 512, for 32 KB of exchange and one more barrier: a tenth faster.
-// Measured: H200, 2026-11-29 (not in a recorded run yet), prefill/published-instance: 0.274 ms, 1.12 times faster; N
-//   8192: 3.81 ms, 288 TFLOP/s; N 16384: 14.8 ms, 296 TFLOP/s; 8 heads on 4: 289 TFLOP/s. mma.sync alone, operands in
-//   registers: 633 TFLOP/s. ncu: tensor pipe 45%, shared memory 55%, issue slots 28%.
+// Measured: H200, 2026-11-29, prefill/published-instance: 0.274 ms, 1.11 times faster; N 8192: 3.84 ms, 287 TFLOP/s.
+//   mma.sync alone, operands in registers, in another run: 633 TFLOP/s. ncu: shared memory throughput 50%, issue slots
+//   33%, 0.43 warps eligible a clock.
 // Verdict: Kept, the fastest step on mma.sync. As predicted. What limits it: products, softmax and barriers take turns
-//   on one block an SM, with 0.35 warps ready to issue where 1 would do. In the form of step 14, leaving out the copies
-//   took a sixth off the time, the scores a third; for this step that is still to be measured.
+//   on one block an SM. At N 8192 no stage alone is it: without copies 21% of the time goes, without scores 28%, without
+//   values 26%, without softmax 17%, so each is hidden by a part of the others only.
 // Architectures: sm_90a sm_100a
 // Head dims: 64 128 256 512
 // Alignment: 16
