@@ -19,6 +19,7 @@ EMULATED_SMS = 4  # what the automatic number of splits aims to fill on the CPU
 BLOCKS_PER_SM = 2
 KV_DTYPE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 2}
 ARRIVALS = 1 << 20  # counters a device
+ARRIVALS_PER_ITEM = 8  # MAX_CLUSTER of csrc/decode/bulk.cuh
 
 
 class DecodeArgs(ctypes.Structure):
@@ -134,7 +135,7 @@ def _decode(
     rows = max(items * splits, items + blocks) * min(rows, ROWS)
     partial_o = outputs.empty(q, (rows, head_dim), torch.float32)
     partial_sum = outputs.empty(q, (rows, 2), torch.float32)
-    arrivals = _arrivals(q.device, batch * q_len * q_heads)
+    arrivals = _arrivals(q.device, max(batch * q_len * q_heads, items * ARRIVALS_PER_ITEM))
     args = DecodeArgs(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), o=o.data_ptr(), lse=lse.data_ptr() if with_lse else None,
         lengths=lengths.data_ptr(), page_table=_pointer(page_table), sink=_pointer(sink), k_scale=_pointer(k_scale),

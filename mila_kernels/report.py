@@ -272,11 +272,16 @@ def _notebook_texts() -> dict[Path, str]:
     return found
 
 
+_LADDER = re.compile(r"""ladder_of\("(\w+)"(?:, first=(\d+))?\)""")
+
+
 def notebook_of(step: Step) -> Path | None:
-    """The notebook that speaks most of a step, by its id or name; None where none does."""
-    counts = {file: len(re.findall(rf"\b{step.name}\b", text)) for file, text in _notebook_texts().items()}
-    best = max(counts, key=lambda file: counts[file], default=None)
-    return best if best and counts[best] else None
+    """The first notebook that names a step, or whose ladder holds it; None where none does."""
+    for file, text in _notebook_texts().items():
+        ladders = (match for match in _LADDER.finditer(text) if match[1] == step.op)
+        if step.id in text or any(step.order >= int(match[2] or 1) for match in ladders):
+            return file
+    return None
 
 
 def _part_machine(gpu: str) -> str:

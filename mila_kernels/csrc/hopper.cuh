@@ -222,6 +222,20 @@ DEVICE void cp_async_bulk_tensor_4d_g2s(uint32_t shared, const CUtensorMap* map,
 #endif
 }
 
+DEVICE void cp_async_bulk_tensor_5d_g2s(uint32_t shared, const CUtensorMap* map, int x, int y, int z, int w, int v,
+                                        uint32_t barrier MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
+      "%6}], [%7];" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(barrier)
+      : "memory");
+#else
+  const int at[] = {x, y, z, w, v};
+  emu::tensor_load(5, shared, map, at, barrier, site);
+#endif
+}
+
 DEVICE void cp_async_bulk_tensor_2d_s2g(const CUtensorMap* map, uint32_t shared, int x, int y MK_SITE) {
 #ifdef __CUDACC__
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
@@ -441,6 +455,19 @@ DEVICE uint32_t ld_shared_cluster_u32(uint32_t shared MK_SITE) {
 #endif
 }
 
+DEVICE float4 ld_shared_cluster_v4_f32(uint32_t shared MK_SITE) {
+#ifdef __CUDACC__
+  float4 d;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(d.x), "=f"(d.y), "=f"(d.z), "=f"(d.w)
+               : "r"(shared)
+               : "memory");
+  return d;
+#else
+  return *static_cast<const float4*>(emu::cluster_pointer(shared, 16, false, site));
+#endif
+}
+
 DEVICE void st_shared_cluster_u32(uint32_t shared, uint32_t x MK_SITE) {
 #ifdef __CUDACC__
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
@@ -455,6 +482,20 @@ DEVICE void mbarrier_arrive_cluster(uint32_t barrier MK_SITE) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 #else
   emu::mbarrier_arrive_cluster(barrier, site);
+#endif
+}
+
+// mbarrier_wait for arrivals of other blocks: what they came after can be seen then, in their shared memory too.
+DEVICE void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "{\n\t.reg .pred p;\n"
+      "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n\t@p bra done;\n\tbra again;\n"
+      "done:\n\t}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  emu::mbarrier_wait(barrier, parity, site);
 #endif
 }
 
