@@ -34,7 +34,7 @@ class DecodeArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("capacity", "page_shift", "pages", "ring", "window", "splits")),
         *((name, ctypes.c_int32) for name in ("automatic", "blocks")),
         *((name, ctypes.c_int32) for name in ("dtype", "kv_dtype")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "inverse_group")),
     ]
 
 
@@ -148,6 +148,7 @@ def _decode(
         page_shift=0 if page_table is None else slots.bit_length() - 1, pages=k.shape[0], ring=ring, window=window,
         splits=splits, automatic=automatic, blocks=blocks, dtype=DTYPE_CODES[q.dtype],
         kv_dtype=KV_DTYPE_CODES[k.dtype], scale=scale,
+        inverse_group=kv_heads / q_heads,
     )  # fmt: skip
     reads = {"q": q, "k": k, "v": v, "lengths": lengths}
     optional = {"page_table": page_table, "sink": sink, "k_scale": k_scale, "v_scale": v_scale}

@@ -57,7 +57,7 @@ LABELS = {
     "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": "FMA pipe",
     "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": "ALU pipe",
     "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": "XU pipe",
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "tensor pipe",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
 }
 _STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
 _ADDITIVE = re.compile(r"\.sum$")

@@ -524,6 +524,22 @@ DEVICE void griddepcontrol_launch_dependents() {
 #endif
 }
 
+// ---- ahead of use ----------------------------------------------------------------------------------------------------
+
+// cp.async.bulk.prefetch.L2: starts to bring so many contiguous bytes into L2, and nobody hears when they are there. Address
+// and size are multiples of 16. sm_90 and later, nothing on older ones: it changes times only.
+DEVICE void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes MK_SITE) {
+#ifdef __CUDACC__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+#else
+  if (bytes == 0 || bytes % 16) emu::trap("cp.async.bulk.prefetch.L2 of no multiple of 16 bytes", site);
+  emu::global_access(global, 16, false, site);
+  emu::global_access(static_cast<const char*>(global) + bytes - 16, 16, false, site);
+#endif
+}
+
 // ---- wmma ------------------------------------------------------------------------------------------------------------
 
 // wmma: 16 x 16 x 16 products of fragments that the warp's lanes share in a layout the instruction set keeps to itself

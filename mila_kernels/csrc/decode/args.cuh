@@ -52,6 +52,7 @@ struct DecodeArgs {
   int32_t dtype;     // of q and o
   int32_t kv_dtype;  // of k and v
   float scale;
+  float inverse_group;  // 1 / group: small numbers are divided by it without a division
 };
 
 DEVICE float to_float(e4m3 x) { return static_cast<float>(x); }
@@ -98,7 +99,7 @@ DEVICE void check_length(const DecodeArgs& args, int batch) {
 
 // Row r of a KV head is query head group * kv_head + r % group of new token r / group.
 DEVICE int row_count(const DecodeArgs& args) { return args.q_len * args.group; }
-DEVICE int row_token(const DecodeArgs& args, int row) { return args.q_len == 1 ? 0 : row / args.group; }
+DEVICE int row_token(const DecodeArgs& args, int row) { return static_cast<int>((row + 0.5f) * args.inverse_group); }
 DEVICE int row_head(const DecodeArgs& args, int kv_head, int row) {
   return kv_head * args.group + row - row_token(args, row) * args.group;
 }

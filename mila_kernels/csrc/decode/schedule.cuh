@@ -12,6 +12,11 @@ struct Piece {
   int batch, item, first, last, slot;
 };
 
+// What any row of a sequence sees.
+DEVICE KeyRange seen_keys(const DecodeArgs& args, int length) {
+  return {visible_keys(args, length, 0).begin, visible_keys(args, length, args.q_len - 1).end};
+}
+
 DEVICE int lane_sum(int x) {
 #pragma unroll
   for (int bit = WARP / 2; bit > 0; bit /= 2) x += __shfl_xor_sync(ALL_LANES, x, bit);
@@ -42,6 +47,7 @@ struct Schedule {
     counts = lane < args.batch ? tile_count(lane) * items : 0;
     upto = running_sum(counts);
     int rest = 0;
+#pragma unroll 1
     for (int batch = WARP + lane; batch < args.batch; batch += WARP) rest += tile_count(batch);
     if (args.batch > WARP) rest = lane_sum(rest);
     total = __shfl_sync(ALL_LANES, upto, WARP - 1) + rest * items;
@@ -51,7 +57,7 @@ struct Schedule {
   }
 
   DEVICE KeyRange keys(int batch) const {
-    return visible_keys(args, sequence_length(args, batch), 0, row_count(args) - 1);
+    return seen_keys(args, sequence_length(args, batch));
   }
 
   DEVICE int tile_count(int batch) const {
@@ -72,6 +78,7 @@ struct Schedule {
     const int lane = threadIdx.x % WARP;
     int own = counts, sum = upto;
     start = 0;
+#pragma unroll 1
     for (int first = 0;; first += WARP) {
       const unsigned past = __ballot_sync(ALL_LANES, start + sum > x);
       if (past) {
@@ -106,6 +113,7 @@ struct Schedule {
     int start = __shfl_sync(ALL_LANES, upto - counts, batch % WARP);
     if (batch >= WARP) {
       start = 0;
+#pragma unroll 1
       for (int i = lane; i < batch; i += WARP) start += tile_count(i);
       start = lane_sum(start) * items;
     }
@@ -121,7 +129,7 @@ DEVICE Piece split_piece(const DecodeArgs& args, int block, int& x) {
   ++x;
   const int items = args.kv_heads * ceil_div(row_count(args), ROWS), item = block / args.splits;
   const int batch = item / items;
-  const KeyRange keys = visible_keys(args, sequence_length(args, batch), 0, row_count(args) - 1);
+  const KeyRange keys = seen_keys(args, sequence_length(args, batch));
   const KeyRange own = split_keys(keys, block % args.splits, args.splits, Bc);
   if (own.begin >= own.end) return {batch, item % items, 0, 0, block};
   return {batch, item % items, own.begin / Bc, ceil_div(own.end, Bc), block};

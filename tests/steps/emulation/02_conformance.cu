@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(WARP) conformance(const ConformanceArgs args) 
   uint32_t* out = warp_out + lane * args.out_words;
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
+  cp_async_bulk_prefetch_L2(args.in, 16);
   // The comments are read by the tests: name, words in, words out, of a lane.
   switch (args.wrapper) {
     case 0:  // prmt 3 -> 1
