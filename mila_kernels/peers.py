@@ -6,6 +6,7 @@ operation (KV heads repeated, a mask) is made by ``prepare``, outside the timed 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from .linear import Fp4Weight
+from .cache import ContiguousCache, PagedCache, RingCache
+from .linear import Fp4Weight, Fp8Weight
 from .shapes import Workload
 
 MASK_BYTES = 2 << 30  # scores above this do not fit beside everything else, so the pipeline is not offered
@@ -23,17 +25,19 @@ MASK_BYTES = 2 << 30  # scores above this do not fit beside everything else, so 
 @dataclass(frozen=True)
 class Peer:
     """``prepare(**inputs)`` gives the call to time; its result is the op's first output. ``fits`` tells for which
-    workloads there is one."""
+    workloads there is one, ``package`` what must be installed for it (extra ``peers``)."""
 
     op: str
     name: str
     prepare: Callable[..., Callable[[], torch.Tensor]]
     fits: Callable[[Workload], bool] = lambda workload: True
     needs_cuda: bool = False
+    package: str = ""
 
     def runs_on(self, device: torch.device) -> bool:
-        """Whether there is an implementation for tensors of that device."""
-        return device.type == "cuda" or not self.needs_cuda
+        """Whether there is an implementation for tensors of that device, and it is installed."""
+        installed = not self.package or importlib.util.find_spec(self.package) is not None
+        return installed and (device.type == "cuda" or not self.needs_cuda)
 
 
 def peers(op: str, workload: Workload | None = None) -> list[Peer]:
@@ -143,11 +147,71 @@ def _fp8_product(x_codes: torch.Tensor, x_scales: torch.Tensor, w: Fp4Weight) ->
     )
 
 
+def _decode_sdpa(
+    q: torch.Tensor, cache: ContiguousCache | RingCache | PagedCache, lengths: torch.Tensor, *,
+    window: int | None = None, scale: float | None = None,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """scaled_dot_product_attention on the live keys and values in one piece: it knows neither pages nor rings."""
+    length = int(lengths[0])
+    if bool((lengths != length).any()):
+        raise ValueError("lengths: a peer takes sequences of one length")
+    first = max(0, length - q.shape[1] - window + 1) if window else 0
+    outer, inner = cache.slots(torch.arange(first, length, device=q.device).expand(q.shape[0], -1))
+    k, v = (store[outer, inner].transpose(1, 2).contiguous() for store in (cache.keys, cache.values))
+    rows = q.transpose(1, 2).contiguous()
+    mask = _visible(q.shape[1], length - first, window, q.device) if q.shape[1] > 1 else None
+
+    def call() -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            rows, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != k.shape[1]
+        )
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _fits_flash(w: Workload) -> bool:
+    """Where torch has a fused backend: others compute in FP32 over scores in memory."""
+    return w.head_dim <= 256 and w.kv_dtype in ("", w.dtype)
+
+
+def _bf16_matvec(
+    w: Fp4Weight | Fp8Weight, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> Callable[[], torch.Tensor]:
+    """cuBLAS on the weight brought to the activations' type beforehand: four, or two, times the bytes."""
+    weight = w.dequantize(x.dtype)
+    return lambda: torch.nn.functional.linear(x, weight, bias)
+
+
+def _humming(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+    """Humming's layer with E2M1 weights and a scale for 128 columns; it quantises the dequantised weight itself."""
+    from humming.layer import HummingLayer
+
+    config = {"dtype": "float4e2m1", "group_size": w.group_size}
+    layer = HummingLayer(shape_n=w.n, shape_k=w.k, weight_config=config, torch_dtype=x.dtype).to(x.device)
+    layer.load_from_unquantized(w.dequantize(x.dtype))
+    layer.transform()
+    return lambda: layer(x) if bias is None else layer(x) + bias
+
+
+def _bitsandbytes(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+    """bitsandbytes' FP4 in blocks of 128, on its own quantisation of the dequantised weight."""
+    from bitsandbytes import functional, matmul_4bit
+
+    codes, state = functional.quantize_fp4(w.dequantize(x.dtype), blocksize=128)
+    return lambda: matmul_4bit(x, codes.t(), quant_state=state, bias=bias)
+
+
 PEERS: list[Peer] = [
     Peer("prefill", "torch three calls", _three_calls, _scores_fit),
     Peer("prefill", "torch SDPA", _sdpa, lambda w: not w.window or _scores_fit(w), needs_cuda=True),
     Peer("gemm_w4a8", "torch BF16", _bf16_product, needs_cuda=True),
     Peer("gemm_w4a8", "torch _scaled_mm FP8", _fp8_product, needs_cuda=True),
+    Peer("decode", "torch SDPA", _decode_sdpa, _fits_flash),
+    Peer("matvec_fp4", "torch BF16", _bf16_matvec),
+    Peer("matvec_fp4", "Humming W4A16", _humming, needs_cuda=True, package="humming"),
+    Peer("matvec_fp4", "bitsandbytes FP4", _bitsandbytes, needs_cuda=True, package="bitsandbytes"),
+    Peer("matvec_fp8", "torch BF16", _bf16_matvec),
     Peer("prefill_ring", "torch three calls", _of_ring(_three_calls), _scores_fit),
     Peer("prefill_ring", "torch SDPA", _of_ring(_sdpa), _scores_fit, needs_cuda=True),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,9 @@ CASES = {
         "b1 q16h2 kv40h1 d64 full bf16",
     ],
     "prefill_ring": ["b1 q24h4 kv70h2 d64 w32 causal bf16"],
+    "decode": ["b2 q1h8 kv70h2 d64 bf16 page16", "b2 q1h4 kv90h2 d64 w32 bf16", "b1 q3h4 kv50h4 d128 bf16"],
+    "matvec_fp4": ["n48 k384 m1 bf16"],
+    "matvec_fp8": ["n48 k384 m3 bf16"],
 }
 
 
@@ -36,3 +41,11 @@ def test_a_pipeline_whose_scores_do_not_fit_is_not_offered() -> None:
     names = [[p.name for p in peers.peers("prefill", shapes.parse_shape("prefill", text))] for text in (small, large)]
     assert "torch three calls" in names[0]
     assert "torch three calls" not in names[1]
+
+
+def test_an_optional_peer_runs_only_where_its_package_is_installed() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    peer = peers.Peer("matvec_fp4", "there", lambda: torch.empty, needs_cuda=True, package="torch")
+    assert peer.runs_on(cuda)
+    assert not peer.runs_on(cpu)
+    assert not replace(peer, package="no_such_package_anywhere").runs_on(cuda)
