@@ -7,6 +7,8 @@ A turned knob must not change the result, and its time says what the knob is for
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .notebook import Session
 
 WITH = " with "
+EAGER = "eager calls"
 
 Inputs = dict[str, Any]
 Setting = Callable[[Inputs], Inputs]
@@ -101,3 +104,53 @@ def times(session: Session, name: str, workload: Workload, settings: Mapping[str
             figures = {column: row[column] for column in ("median_us", "p10_us", "p90_us")}
             rows.append({"step": step.id, "setting": label, "number": number, **figures, "stale": stale})
     return pd.DataFrame(rows, columns=["step", "setting", "number", "median_us", "p10_us", "p90_us", "stale"])
+
+
+def eager_times(
+    session: Session, name: str, workloads: Iterable[Workload], calls: int = 50, n: int = 9
+) -> pd.DataFrame:
+    """Microseconds of wall time a call from Python takes without a graph: ``n`` samples of ``calls`` calls in a row.
+
+    Measured here on a GPU, elsewhere the recorded ones, perhaps none. Columns: ``workload``, ``median_us``,
+    ``p10_us``, ``p90_us``, ``stale``. The inputs rotate as for cold timings.
+    """
+    step, op = steps.step(name), ops.op("decode")
+    label = f"{step.name}{WITH}{EAGER}"
+    chosen = list(workloads)
+    if session.live:
+        with session.run as run:
+            for workload in chosen:
+                us = sorted(_eager_samples(session, step, workload, calls, n))
+                deciles = statistics.quantiles(us, n=10)
+                timed = AblationRow(
+                    run_id=run.run_id, op="decode", step=label, source_sha=step.source_sha, workload=workload.name,
+                    shape=workload.shape, dtype=workload.dtype, cache="cold", warmup=calls, n=n,
+                    median_us=statistics.median(us), p10_us=deciles[0], p90_us=deciles[-1], min_us=us[0],
+                    flops=op.flops(workload), bytes=op.bytes(workload), status="ok", error="",
+                )  # fmt: skip
+                run.add(timed)
+    found = results.table("ablations", session.source)
+    mine = found[(found["op"] == "decode") & (found["step"] == label) & (found["status"] == "ok")]
+    rows = []
+    for workload in chosen:
+        for _, row in mine[mine["shape"] == workload.shape].tail(1).iterrows():
+            figures = {column: row[column] for column in ("median_us", "p10_us", "p90_us")}
+            rows.append({"workload": workload.name, **figures, "stale": row["source_sha"] != step.source_sha})
+    return pd.DataFrame(rows, columns=["workload", "median_us", "p10_us", "p90_us", "stale"])
+
+
+def _eager_samples(session: Session, step: steps.Step, workload: Workload, calls: int, n: int) -> list[float]:
+    from . import bench
+
+    op, device = ops.op("decode"), session.device
+    sets = bench.rotation_sets(int(op.bytes(workload)), bench.l2_bytes(device)) or 1
+    inputs = [op.make_inputs(workload, session.seed + i, device) for i in range(sets)]
+    samples = []
+    for _ in range(n + 1):  # the first one warms up
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for i in range(calls):
+            op.run(step=step, **inputs[i % sets])
+        torch.cuda.synchronize(device)
+        samples.append((time.perf_counter() - start) / calls * 1e6)
+    return samples[1:]

@@ -23,17 +23,6 @@ constexpr int FITTING = RING_BYTES / static_cast<int>(sizeof(Tile<G>));
 template <typename G>
 constexpr int STAGES = FITTING<G> < 12 ? FITTING<G> : 12;
 
-template <typename G, int NT>
-struct Smem {
-  alignas(1024) Tile<G> stages[STAGES<G>];
-  QueryRows<G, NT> queries;
-  float s[G::PARTS][8 * NT][G::Bc + 4];
-  alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
-  float rescale[8 * NT];
-  int lost[STAGES<G>];
-  uint64_t full[STAGES<G>], empty[STAGES<G>];
-};
-
 // A piece and whose rows it is.
 struct Work {
   Piece piece;
@@ -41,17 +30,31 @@ struct Work {
   KeyRange keys;  // that any of the rows sees
 };
 
+template <typename G, int NT>
+struct Smem {
+  alignas(1024) Tile<G> stages[STAGES<G>];
+  QueryRows<G, NT> queries;
+  float s[G::PARTS][8 * NT][G::Bc + 4];
+  alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
+  float rescale[8 * NT];
+  Work work[2];  // of this piece and the next
+  int lost[STAGES<G>];
+  uint64_t full[STAGES<G>], empty[STAGES<G>];
+};
+
 template <typename G>
 DEVICE Work find_work(const DecodeArgs& args, Piece piece) {
   const int row_tiles = ceil_div(row_count(args), ROWS), length = sequence_length(args, piece.batch);
-  const int first_row = piece.item % row_tiles * ROWS;
+  const int kv_head = row_tiles == 1 ? piece.item : piece.item / row_tiles;
+  const int first_row = (piece.item - kv_head * row_tiles) * ROWS;
   const KeyRange seen = seen_keys(args, length);
-  return {piece, length, piece.item / row_tiles, first_row, min(first_row + ROWS, row_count(args)) - 1,
+  return {piece, length, kv_head, first_row, min(first_row + ROWS, row_count(args)) - 1,
           {max(seen.begin, piece.first * G::Bc), min(seen.end, piece.last * G::Bc)}};
 }
 
 template <typename G, int NT>
-DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& work) {
+DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& given,
+                           int turn) {
   using KV = typename G::KV;
   using P = Product<KV>;
   constexpr int Bc = G::Bc;
@@ -67,13 +70,13 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     ring.next();
   };
 
-  load_query_rows<G, NT>(smem.queries, args, work.piece.batch, work.kv_head, work.first_row);
+  load_query_rows<G, NT>(smem.queries, args, given.piece.batch, given.kv_head, given.first_row);
+  if (threadIdx.x == 0) smem.work[turn & 1] = given;  // registers are short, and it is looked at seldom
   bar_sync(CONSUMERS, G::THREADS);
+  const Work& work = smem.work[turn & 1];
   uint2 q_regs[G::STEPS][NT];
   load_fragments<G, NT>(q_regs, smem.queries, part);
   const float scale = smem.queries.scale[own_row];
-  const KeyRange own_keys =
-      visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
   // What every row sees: tiles within need no mask.
   const KeyRange common = {visible_keys(args, work.length, row_token(args, work.last_row)).begin,
                            visible_keys(args, work.length, row_token(args, work.first_row)).end};
@@ -81,7 +84,7 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
   float row_max = -INFINITY, row_sum = 0.0f, o_regs[G::M_TILES][NT][4] = {};
   int lost = 0;
 #pragma unroll 1
-  for (int tile = work.piece.first; tile < work.piece.last; ++tile) {
+  for (int tile = given.piece.first; tile < given.piece.last; ++tile) {
     mbarrier_wait(smem_u32(&smem.full[ring.stage]), ring.turn);
     lost |= smem.lost[ring.stage];
     float s_regs[NT][4];
@@ -108,6 +111,8 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
       for (int j = 0; j < OWN_KEYS; ++j) scores.x[j] += more.x[j];
     }
     const bool masked = tile * Bc < common.begin || tile * Bc + Bc > common.end;
+    KeyRange own_keys = common;
+    if (masked) own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
     float new_max = row_max;
 #pragma unroll
     for (int j = 0; j < OWN_KEYS; ++j) {
@@ -206,14 +211,14 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
   Ring<STAGES<G>> ring;
   int x = args.automatic ? schedule.begin(block) : 0;
   const int end = args.automatic ? schedule.end(block) : 1;
-  while (x < end) {
+  for (int turn = 0; x < end; ++turn) {
     const Work work =
         find_work<G>(args, args.automatic ? schedule.piece(block, x) : split_piece<G::Bc>(args, block, x));
     const Piece& piece = work.piece;
     if (warp == G::WARPS)
       copy_tiles<G>(smem, ring, k_map, v_map, args, piece.batch, work.kv_head, piece.first, piece.last, 1, work.keys);
     else
-      multiply_piece<G, NT>(smem, ring, args, work);
+      multiply_piece<G, NT>(smem, ring, args, work, turn);
   }
 }
 

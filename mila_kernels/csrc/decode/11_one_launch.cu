@@ -22,24 +22,12 @@ constexpr int FITTING = RING_BYTES / static_cast<int>(sizeof(Tile<G>));
 template <typename G>
 constexpr int STAGES = FITTING<G> < 12 ? FITTING<G> : 12;
 
-template <typename G, int NT>
-struct Smem {
-  alignas(1024) Tile<G> stages[STAGES<G>];
-  QueryRows<G, NT> queries;
-  float s[G::PARTS][8 * NT][G::Bc + 4];
-  alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
-  float rescale[8 * NT];
-  Partial totals[8 * NT];
-  int lost[STAGES<G>];
-  int last;
-  uint64_t full[STAGES<G>], empty[STAGES<G>], o_ready, o_done;
-};
-
 // A piece and whose rows it is.
 struct Work {
   Piece piece;
   int length, kv_head, first_row, last_row;
   KeyRange keys;  // that any of the rows sees
+  int2 slots;     // of all pieces of the item: the first, and how many
 
   // Whether a block has one tile less than the first of its cluster. It leaves out the stages, so that O lies in the
   // same stage of all.
@@ -49,12 +37,27 @@ struct Work {
   }
 };
 
+template <typename G, int NT>
+struct Smem {
+  alignas(1024) Tile<G> stages[STAGES<G>];
+  QueryRows<G, NT> queries;
+  float s[G::PARTS][8 * NT][G::Bc + 4];
+  alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
+  float rescale[8 * NT];
+  Work work[2];  // of this piece and the next
+  Partial totals[8 * NT];
+  int lost[STAGES<G>];
+  int last;
+  uint64_t full[STAGES<G>], empty[STAGES<G>], o_ready, o_done;
+};
+
 template <typename G>
 DEVICE Work find_work(const DecodeArgs& args, Piece piece) {
   const int row_tiles = ceil_div(row_count(args), ROWS), length = sequence_length(args, piece.batch);
-  const int first_row = piece.item % row_tiles * ROWS;
+  const int kv_head = row_tiles == 1 ? piece.item : piece.item / row_tiles;
+  const int first_row = (piece.item - kv_head * row_tiles) * ROWS;
   const KeyRange seen = seen_keys(args, length);
-  return {piece, length, piece.item / row_tiles, first_row, min(first_row + ROWS, row_count(args)) - 1,
+  return {piece, length, kv_head, first_row, min(first_row + ROWS, row_count(args)) - 1,
           {max(seen.begin, piece.first * G::Bc), min(seen.end, piece.last * G::Bc)}};
 }
 
@@ -68,7 +71,7 @@ DEVICE int o_place(int row, int four) {
 
 template <typename G, int NT>
 DEVICE void store_o(float4* o_smem, const float (&o_regs)[G::M_TILES][NT][4]) {
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -128,7 +131,7 @@ DEVICE void store_row_end(const DecodeArgs& args, const Work& work, int row, int
 
 // What the cluster has found, then what all pieces of the item have: a slice of the columns a block.
 template <typename G, int NT>
-DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const Work& work, int2 slots, float4* o_smem,
+DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const Work& work, float4* o_smem,
                               uint32_t o_done) {
   constexpr int FOURS = G::HS / 4, AT_ONCE = 8;
   const int rank = cluster_ctarank(), blocks = cluster_nctarank(), rows = slot_rows(args);
@@ -152,7 +155,7 @@ DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const W
     }
     Sum total;
     total.add(parts, o_parts);
-    if (slots.y == 1) {
+    if (work.slots.y == 1) {
       store_row_end<G>(args, work, row, four, total);
     } else {
       const int64_t at = static_cast<int64_t>(work.piece.slot) * rows + row;
@@ -160,15 +163,15 @@ DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const W
       if (four == 0 || i == 0) partials[at] = {total.top, total.sum};  // a row may be cut: both write the same
     }
   }
-  if (slots.y > 1) __threadfence();
   bar_sync(CONSUMERS, G::THREADS);
   if (threadIdx.x < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_done, threadIdx.x));
-  if (slots.y == 1) return;
+  if (work.slots.y == 1) return;
 
   if (threadIdx.x == 0) {
     const int items = args.kv_heads * ceil_div(row_count(args), ROWS);
     int32_t* arrivals = args.arrivals + (work.piece.batch * items + work.piece.item) * MAX_CLUSTER + rank;
-    smem.last = atomicAdd(arrivals, 1) == slots.y - 1;
+    __threadfence();  // for the whole block: the barrier came before
+    smem.last = atomicAdd(arrivals, 1) == work.slots.y - 1;
     if (smem.last) *arrivals = 0;
     __threadfence();
   }
@@ -179,15 +182,15 @@ DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const W
     const int row = (rank * slice + i) / FOURS, four = (rank * slice + i) % FOURS;
     Sum total;
 #pragma unroll 1
-    for (int first = 0; first < slots.y; first += AT_ONCE) {
+    for (int first = 0; first < work.slots.y; first += AT_ONCE) {
       Partial parts[AT_ONCE];
       float4 o_parts[AT_ONCE];
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
         parts[j] = {-INFINITY, 0.0f};
         o_parts[j] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (first + j >= slots.y) continue;
-        const int64_t at = static_cast<int64_t>(slots.x + first + j) * rows + row;
+        if (first + j >= work.slots.y) continue;
+        const int64_t at = static_cast<int64_t>(work.slots.x + first + j) * rows + row;
         parts[j] = partials[at];
         o_parts[j] = partial_o[at * FOURS + four];
       }
@@ -198,8 +201,8 @@ DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const W
 }
 
 template <typename G, int NT>
-DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& work,
-                           int2 slots, int turn) {
+DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& given,
+                           int turn) {
   using KV = typename G::KV;
   using P = Product<KV>;
   constexpr int Bc = G::Bc;
@@ -216,13 +219,14 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     ring.next();
   };
 
-  load_query_rows<G, NT>(smem.queries, args, work.piece.batch, work.kv_head, work.first_row);
+  load_query_rows<G, NT>(smem.queries, args, given.piece.batch, given.kv_head, given.first_row);
+  if (threadIdx.x == 0) smem.work[turn & 1] = given;  // registers are short, and it is looked at seldom
   bar_sync(CONSUMERS, G::THREADS);
+  const Work& work = smem.work[turn & 1];
   uint2 q_regs[G::STEPS][NT];
   load_fragments<G, NT>(q_regs, smem.queries, part);
+  if (turn == 0) barrier_cluster_wait();  // the cluster's mbarriers are there
   const float scale = smem.queries.scale[own_row];
-  const KeyRange own_keys =
-      visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
   // What every row sees: tiles within need no mask.
   const KeyRange common = {visible_keys(args, work.length, row_token(args, work.last_row)).begin,
                            visible_keys(args, work.length, row_token(args, work.first_row)).end};
@@ -230,7 +234,7 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
   float row_max = -INFINITY, row_sum = 0.0f, o_regs[G::M_TILES][NT][4] = {};
   int lost = 0;
 #pragma unroll 1
-  for (int tile = work.piece.first + rank; tile < work.piece.last; tile += blocks) {
+  for (int tile = given.piece.first + rank; tile < given.piece.last; tile += blocks) {
     mbarrier_wait(smem_u32(&smem.full[ring.stage]), ring.turn);
     lost |= smem.lost[ring.stage];
     float s_regs[NT][4];
@@ -257,6 +261,8 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
       for (int j = 0; j < OWN_KEYS; ++j) scores.x[j] += more.x[j];
     }
     const bool masked = tile * Bc < common.begin || tile * Bc + Bc > common.end;
+    KeyRange own_keys = common;
+    if (masked) own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
     float new_max = row_max;
 #pragma unroll
     for (int j = 0; j < OWN_KEYS; ++j) {
@@ -327,7 +333,7 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
   const uint32_t o_ready = smem_u32(&smem.o_ready), o_done = smem_u32(&smem.o_done);
   if (threadIdx.x < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_ready, threadIdx.x));
   mbarrier_wait_cluster(o_ready, turn & 1);
-  merge_pieces_here<G, NT>(smem, args, work, slots, o_smem, o_done);
+  merge_pieces_here<G, NT>(smem, args, work, o_smem, o_done);
   mbarrier_wait_cluster(o_done, turn & 1);  // nobody reads here any more
   release();
 }
@@ -375,18 +381,19 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
   griddepcontrol_wait();  // keys, values, queries and the workspace may be the work of the kernel before
   griddepcontrol_launch_dependents();
   const Schedule<G::Bc> schedule(args, blocks);
-  barrier_cluster_wait();  // the cluster's mbarriers are there
 
   Ring<STAGES<G>> ring;
   int x = args.automatic ? schedule.begin(unit) : 0;
   const int end = args.automatic ? schedule.end(unit) : 1;
-  for (int turn = 0; x < end; ++turn) {
-    const Work work =
+  int turn = 0;
+  for (; x < end; ++turn) {
+    Work work =
         find_work<G>(args, args.automatic ? schedule.piece(unit, x) : split_piece<G::Bc>(args, unit, x));
     const Piece& piece = work.piece;
     if (warp == G::WARPS) {
       copy_tiles<G>(smem, ring, k_map, v_map, args, piece.batch, work.kv_head, piece.first + rank, piece.last, blocks,
                     work.keys);
+      if (turn == 0) barrier_cluster_wait();
       for (int left = work.missing(rank, blocks) * 2 + 1; left > 0; --left) {  // and a stage for O
         mbarrier_wait(smem_u32(&smem.empty[ring.stage]), ring.turn ^ 1);
         __syncwarp();  // all have seen it: what follows may end the next turn too
@@ -394,12 +401,12 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
         ring.next();
       }
     } else {
-      const int2 slots = args.automatic
-                             ? schedule.slots(piece.batch, piece.item)
-                             : int2{(piece.batch * schedule.items + piece.item) * args.splits, args.splits};
-      multiply_piece<G, NT>(smem, ring, args, work, slots, turn);
+      work.slots = args.automatic ? schedule.slots(piece.batch, piece.item)
+                                  : int2{(piece.batch * schedule.items + piece.item) * args.splits, args.splits};
+      multiply_piece<G, NT>(smem, ring, args, work, turn);
     }
   }
+  if (turn == 0) barrier_cluster_wait();
   if (warp < G::WARPS) {
     if (args.automatic && rank == 0) store_empty_sequences<G>(schedule, args, unit, units);
   } else if (blockIdx.x == 0) {

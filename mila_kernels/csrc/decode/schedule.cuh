@@ -41,6 +41,7 @@ struct Schedule {
   int total;         // tiles of all items
   int blocks, each, more;  // a block has `each` tiles, the first `more` blocks one more
 
+  // `min_tiles`: a power of two.
   DEVICE explicit Schedule(const DecodeArgs& args, int min_tiles = MIN_TILES)
       : args(args), items(args.kv_heads * ceil_div(row_count(args), ROWS)) {
     const int lane = threadIdx.x % WARP;
@@ -51,7 +52,7 @@ struct Schedule {
     for (int batch = WARP + lane; batch < args.batch; batch += WARP) rest += tile_count(batch);
     if (args.batch > WARP) rest = lane_sum(rest);
     total = __shfl_sync(ALL_LANES, upto, WARP - 1) + rest * items;
-    blocks = min(ceil_div(total, min_tiles), args.blocks);
+    blocks = min((total + min_tiles - 1) >> (__ffs(min_tiles) - 1), args.blocks);
     each = blocks > 0 ? total / blocks : 0;
     more = total - each * blocks;
   }
