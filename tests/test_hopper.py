@@ -236,6 +236,11 @@ BUGS = [
         "divergence within a warpgroup|deadlock|divergence", (_WGMMA, _LANDED, "wgmma_commit_group", _FREE), True),
     Bug("a tensor that is larger than its buffer", "args->a, {k, m}", "args->a, {k, m + 9}",
         "out of bounds: .*reads .* bytes from the start of a, which has", _LOADS),
+    Bug("a copy from between 16 bytes", "&a_map, k * BK,", "&a_map, k * BK + 4,",
+        "from coordinate 4 of elements of 2 bytes, which is no multiple of 16 bytes", _LOADS, True),
+    Bug("a store from before the tensor", "smem.c[group]), tile % tiles_n * BN,",
+        "smem.c[group]), tile % tiles_n * BN - 8,", "stores from coordinate -8 of dimension 0, which is negative",
+        ("_2d_s2g(&c_map",), True),
     Bug("a map's box beyond the swizzle", "{BK, BN}, Swizzle::b128", "{BK * 2, BN}, Swizzle::b128",
         "tensor map: a row of the box must not be longer than the swizzle", (), True),
 ]  # fmt: skip
@@ -286,8 +291,14 @@ _MADE = "barrier_cluster_wait();  // the barriers are there, in both"
 _TELL = "mbarrier_arrive_cluster(mapa_shared_cluster(empty, block))"
 _FREE_WAIT = "      mbarrier_wait(empty, turn % 2 ^ 1);  // both have read the tile\n"
 _SENT = "fence_proxy_async_shared();  // the copy may read them"
-_OVER = "  barrier_cluster_arrive();\n  mbarrier_wait(smem_u32(&smem.arrived), 0);"
-_REMOTE = ("ld_shared_cluster_u32(", "st_shared_cluster_u32(", "mbarrier_arrive_cluster(", "smem.words[thread] +")
+_OVER = "  barrier_cluster_arrive();\n  mbarrier_wait_cluster(smem_u32(&smem.arrived), 0);"
+_REMOTE = (
+    "ld_shared_cluster_u32(",
+    "ld_shared_cluster_v4_f32(",
+    "st_shared_cluster_u32(",
+    "mbarrier_arrive_cluster(",
+    "smem.words[thread] +",
+)
 _MULTICAST = ("cp_async_bulk_tensor_2d_multicast(",)
 
 CLUSTER_BUGS = [

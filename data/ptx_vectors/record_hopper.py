@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +55,10 @@ class HopperArgs(ctypes.Structure):
         ("rank", ctypes.c_int32),
         ("element_bytes", ctypes.c_int32),
         ("swizzle", ctypes.c_int32),
-        ("at", ctypes.c_int32 * 4),
-        ("box", ctypes.c_uint32 * 4),
-        ("sizes", ctypes.c_uint64 * 4),
-        ("strides", ctypes.c_uint64 * 3),
+        ("at", ctypes.c_int32 * 5),
+        ("box", ctypes.c_uint32 * 5),
+        ("sizes", ctypes.c_uint64 * 5),
+        ("strides", ctypes.c_uint64 * 4),
     ]
 
 
@@ -320,18 +320,23 @@ def _bulk(rng: np.random.Generator) -> Trial:
     return Trial(given, np.concatenate([given[256:], given[8:136]]))
 
 
-TENSORS = [
-    Tensor(2, (100, 40), (208,), (64, 32), (50, -3), 3),
-    Tensor(2, (100, 40), (208,), (64, 32), (-5, 20), 3),
+# Boxes that lie partly outside. Along the innermost dimension a copy starts at a multiple of 16 bytes, and a store at
+# no negative coordinate: an H200 takes anything else for an illegal instruction.
+LOADS = [
+    Tensor(2, (100, 40), (208,), (64, 32), (48, -3), 3),
+    Tensor(2, (100, 40), (208,), (64, 32), (-8, 20), 3),
     Tensor(1, (300, 20), (304,), (128, 16), (128, 2), 3),
-    Tensor(1, (300, 20), (304,), (64, 24), (280, 1), 2),
-    Tensor(1, (300, 20), (304,), (32, 40), (7, -9), 1),
-    Tensor(4, (33, 9), (144,), (12, 7), (25, 4), 0),
+    Tensor(1, (300, 20), (304,), (64, 24), (272, 1), 2),
+    Tensor(1, (300, 20), (304,), (32, 40), (16, -9), 1),
+    Tensor(4, (33, 9), (144,), (12, 7), (24, 4), 0),
     Tensor(4, (33, 9), (144,), (256, 3), (-200, 8), 0),
     Tensor(2, (64, 10, 5), (128, 1280), (64, 4, 3), (0, 8, 3), 3),
     Tensor(1, (144, 6, 3, 4), (144, 864, 2592), (128, 2, 2, 3), (16, 5, -1, 2), 3),
-    Tensor(2, (48, 3, 7, 3), (2016, 96, 672), (16, 2, 8, 2), (24, 1, -1, 2), 1),
+    Tensor(2, (48, 3, 7, 3), (2016, 96, 672), (16, 2, 8, 2), (32, 1, -1, 2), 1),
+    Tensor(2, (64, 5, 3, 4, 2), (128, 640, 1920, 7680), (64, 4, 2, 2, 2), (0, -2, 2, 3, 1), 3),
 ]
+# Stores know four dimensions.
+STORES = [replace(t, at=tuple(max(0, x) for x in t.at)) for t in LOADS if len(t.at) < 5]
 
 
 def _tensor_trial(t: Tensor, rng: np.random.Generator, store: bool) -> Trial:
@@ -370,7 +375,8 @@ def trials(name: str) -> list[Trial]:
     if name.startswith("stmatrix"):
         return [_stmatrix(name, rng)]
     if name.startswith("tensor"):
-        return [_tensor_trial(t, rng, name == "tensor_store") for t in TENSORS]
+        store = name == "tensor_store"
+        return [_tensor_trial(t, rng, store) for t in (STORES if store else LOADS)]
     if name == "setmaxnreg":
         given = _bits(rng, 3 * THREADS)
         return [Trial(given, given + np.repeat(np.array([1, 2, 2], np.uint32), THREADS))]

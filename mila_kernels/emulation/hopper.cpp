@@ -334,6 +334,10 @@ Box tensor_box(Thread& t, int rank, uint32_t shared, const CUtensorMap* map, con
   box.map = *map;
   box.bytes = map->element_bytes;
   for (int i = 0; i < rank; ++i) box.at[i] = at[i], box.bytes *= map->box[i];
+  if (at[0] * static_cast<int64_t>(map->element_bytes) % 16)
+    report(std::string(what) + " by " + who(t) + " from coordinate " + std::to_string(at[0]) + " of elements of " +
+           std::to_string(map->element_bytes) + " bytes, which is no multiple of 16 bytes: a GPU calls that an illegal " +
+           "instruction, " + where(place));
   const uint32_t span = 16u << map->swizzle;
   if (map->swizzle && map->box[0] * map->element_bytes != span)
     report(std::string(what) + " by " + who(t) + ": the emulation knows a swizzle of " + std::to_string(span) +
@@ -1017,6 +1021,11 @@ void tensor_store(int rank, const CUtensorMap* map, uint32_t source, const int* 
   const Place place = PLACE;
   const char* what = "cp.async.bulk.tensor";
   use_hopper(what, place);
+  for (int i = 0; i < rank; ++i)
+    if (at[i] < 0)
+      report(std::string(what) + " by " + who(*current) + " stores from coordinate " + std::to_string(at[i]) +
+             " of dimension " + std::to_string(i) + ", which is negative: a GPU calls that an illegal instruction, " +
+             where(place));
   start_store(*current, tensor_box(*current, rank, source, map, at, what, place));
 }
 

@@ -12,9 +12,9 @@ struct HopperArgs {
   int32_t wrapper, trials, in_words, out_words;
   // Of copies: the tensor lies at the start of `in` (loads) or `out` (stores), the box at these coordinates.
   int32_t rank, element_bytes, swizzle;
-  int32_t at[4];
-  uint32_t box[4];
-  uint64_t sizes[4], strides[3];
+  int32_t at[5];
+  uint32_t box[5];
+  uint64_t sizes[5], strides[4];
 };
 
 constexpr int THREADS = 4 * WARP, IMAGE_WORDS = 10240;  // of operands
@@ -210,14 +210,15 @@ DEVICE void run_bulk(const uint32_t* in, uint32_t* out, Smem& smem) {
 }
 
 DEVICE void load_box(const CUtensorMap& map, const HopperArgs& args, uint32_t to, uint32_t barrier) {
-  const int(&at)[4] = args.at;
+  const int(&at)[5] = args.at;
   if (args.rank == 2) cp_async_bulk_tensor_2d_g2s(to, &map, at[0], at[1], barrier);
   if (args.rank == 3) cp_async_bulk_tensor_3d_g2s(to, &map, at[0], at[1], at[2], barrier);
   if (args.rank == 4) cp_async_bulk_tensor_4d_g2s(to, &map, at[0], at[1], at[2], at[3], barrier);
+  if (args.rank == 5) cp_async_bulk_tensor_5d_g2s(to, &map, at[0], at[1], at[2], at[3], at[4], barrier);
 }
 
 DEVICE void store_box(const CUtensorMap& map, const HopperArgs& args, uint32_t from) {
-  const int(&at)[4] = args.at;
+  const int(&at)[5] = args.at;
   if (args.rank == 2) cp_async_bulk_tensor_2d_s2g(&map, from, at[0], at[1]);
   if (args.rank == 3) cp_async_bulk_tensor_3d_s2g(&map, from, at[0], at[1], at[2]);
   if (args.rank == 4) cp_async_bulk_tensor_4d_s2g(&map, from, at[0], at[1], at[2], at[3]);
@@ -355,13 +356,16 @@ __global__ void __launch_bounds__(3 * THREADS, 1) registers(const HopperArgs arg
 template <typename T>
 const char* make_map(CUtensorMap* map, const HopperArgs& x, const void* base) {
   const auto swizzle = static_cast<Swizzle>(x.swizzle);
-  const uint64_t(&s)[4] = x.sizes;
-  const uint32_t(&b)[4] = x.box;
-  if (x.rank == 2) return make_tensor_map<T>(map, base, {s[0], s[1]}, {x.strides[0]}, {b[0], b[1]}, swizzle);
+  const uint64_t(&s)[5] = x.sizes;
+  const uint32_t(&b)[5] = x.box;
+  const uint64_t(&pitch)[4] = x.strides;
+  if (x.rank == 2) return make_tensor_map<T>(map, base, {s[0], s[1]}, {pitch[0]}, {b[0], b[1]}, swizzle);
   if (x.rank == 3)
-    return make_tensor_map<T>(map, base, {s[0], s[1], s[2]}, {x.strides[0], x.strides[1]}, {b[0], b[1], b[2]}, swizzle);
-  return make_tensor_map<T>(map, base, {s[0], s[1], s[2], s[3]}, {x.strides[0], x.strides[1], x.strides[2]},
-                            {b[0], b[1], b[2], b[3]}, swizzle);
+    return make_tensor_map<T>(map, base, {s[0], s[1], s[2]}, {pitch[0], pitch[1]}, {b[0], b[1], b[2]}, swizzle);
+  if (x.rank == 4)
+    return make_tensor_map<T>(map, base, {s[0], s[1], s[2], s[3]}, {pitch[0], pitch[1], pitch[2]},
+                              {b[0], b[1], b[2], b[3]}, swizzle);
+  return make_tensor_map<T>(map, base, s, pitch, b, swizzle);
 }
 
 extern "C" const char* launch_step(const HopperArgs* args, cudaStream_t stream) {

@@ -68,9 +68,13 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ CUte
                       mapa_shared_cluster(arrived, other));
   }
   barrier_cluster_arrive();
-  mbarrier_wait(smem_u32(&smem.arrived), 0);
-  for (int i = thread; i < 256; i += THREADS) out[COLUMNS + i] = smem.received[i];
+  mbarrier_wait_cluster(smem_u32(&smem.arrived), 0);
   barrier_cluster_wait();  // the words are there
+  // What came, where the other's own copy says the same.
+  const float4 own = ld_shared_cluster_v4_f32(mapa_shared_cluster(smem_u32(&smem.sent[4 * thread]), other));
+  const float own_words[4] = {own.x, own.y, own.z, own.w};
+  for (int i = 0; i < 4; ++i)
+    out[COLUMNS + 4 * thread + i] = smem.received[4 * thread + i] & __float_as_uint(own_words[i]);
   if (thread < COLUMNS)
     out[thread] = smem.words[thread] + 65536 * ld_shared_cluster_u32(mapa_shared_cluster(word, other));
   barrier_cluster_arrive_relaxed();
