@@ -83,14 +83,25 @@ def test_activations_are_quantised_inside(step: str, dtype: torch.dtype, device:
 
 @pytest.mark.parametrize("m", [250, 180, 120])  # tiles of 256, 192 and 128 tokens, by the waves on three SMs
 @pytest.mark.parametrize("k", [128, 384])
-def test_every_tile_size(m: int, k: int) -> None:
+@pytest.mark.parametrize("step", [s for s in OURS if int(s.split("/")[1][:2]) > 10])
+def test_every_tile_size(m: int, k: int, step: str) -> None:
     w = weight(384, k, 1)
     codes, scales = reference.quantize_activations(random((m, k), 2))
     with build.emulation(check=True, seed=m):
-        y = gemm_w4a8((codes, scales), w, step="gemm_w4a8/11_tile_by_waves")
-    assert rel_l2(y, truth(codes, scales, w)) <= bound("gemm_w4a8/11", y)
+        y = gemm_w4a8((codes, scales), w, step=step)
+    assert rel_l2(y, truth(codes, scales, w)) <= bound(step, y)
     # The sums of a group are exact in FP32 here, and all steps add the groups in their order.
     assert torch.equal(y, gemm_w4a8((codes, scales), w, step="gemm_w4a8/08_warp_specialised"))
+
+
+@pytest.mark.parametrize("step", [s for s in OURS if int(s.split("/")[1][:2]) > 4])
+def test_stages_are_used_again_within_a_tile(step: str) -> None:
+    """More groups of columns than there are stages, and than are one piece of code."""
+    w = weight(200, 13 * 128, 1)
+    codes, scales = reference.quantize_activations(random((70, 13 * 128), 2))
+    with build.emulation(check=True, seed=3):
+        y = gemm_w4a8((codes, scales), w, step=step)
+    assert rel_l2(y, truth(codes, scales, w)) <= bound(step, y)
 
 
 @pytest.mark.parametrize("step", OURS)

@@ -45,7 +45,7 @@ DEVICE void produce(Smem& smem, const CUtensorMap& x_map, const GemmW4a8Args& ar
 
 template <typename T>
 DEVICE void consume(Smem& smem, const CUtensorMap& y_map, const GemmW4a8Args& args, const Tiles& tiles, int consumer) {
-  const int lane = threadIdx.x % WARP, groups = args.k / GROUP, blocks_n = ceil_div(args.n, 64);
+  const int groups = args.k / GROUP, blocks_n = ceil_div(args.n, 64);
   int i = 0;
   for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
     const Place place = tiles.place(tile);
@@ -68,7 +68,7 @@ DEVICE void consume(Smem& smem, const CUtensorMap& y_map, const GemmW4a8Args& ar
           wgmma_k32_e4m3<BATCH>(sums, a[k], wgmma_advance(b, batch * BATCH * BK + k * 32), k);
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        if (batch == BATCHES - 1 && lane == 0) mbarrier_arrive(smem_u32(&smem.empty[stage]));
+        if (batch == BATCHES - 1) release(smem.empty[stage]);
         add_scaled(acc_regs[batch], scale, sums);
       }
     }

@@ -43,7 +43,7 @@ DEVICE void produce(Smem& smem, const CUtensorMap& x_map, const GemmW4a8Args& ar
 
 template <typename T>
 DEVICE void consume(Smem& smem, const CUtensorMap& y_map, const GemmW4a8Args& args, const Tiles& tiles, int consumer) {
-  const int lane = threadIdx.x % WARP, groups = args.k / GROUP, blocks_n = ceil_div(args.n, 64);
+  const int groups = args.k / GROUP, blocks_n = ceil_div(args.n, 64);
   int i = 0;
   for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
     const Place place = tiles.place(tile);
@@ -60,7 +60,7 @@ DEVICE void consume(Smem& smem, const CUtensorMap& y_map, const GemmW4a8Args& ar
       float scale[2];
       load_block(words, scale, smem.w[stage][my_block]);
       wgmma_wait_group<0>();  // the last batch of the group before this one, which had the registers of `a`
-      if (group > 0 && lane == 0) mbarrier_arrive(smem_u32(&smem.empty[last_stage]));
+      if (group > 0) release(smem.empty[last_stage]);
       uint32_t a[BK / 32][4];
       unfold(a, words);
       const uint64_t b = wgmma_descriptor(smem_u32(smem.x[stage]), 16, 1024, Swizzle::b128);
@@ -83,7 +83,7 @@ DEVICE void consume(Smem& smem, const CUtensorMap& y_map, const GemmW4a8Args& ar
       last_stage = stage;
     }
     wgmma_wait_group<0>();
-    if (lane == 0) mbarrier_arrive(smem_u32(&smem.empty[last_stage]));
+    release(smem.empty[last_stage]);
     add_scaled(acc_regs[BATCHES - 1], last_scale, sums[1]);
     store_batches<T>(smem.y[consumer], acc_regs, args, y_map, consumer, (place.n * CONSUMERS + consumer) * 64,
                      place.m * BM);

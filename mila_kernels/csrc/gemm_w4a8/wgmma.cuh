@@ -132,6 +132,12 @@ struct Tiles {
   }
 };
 
+// Gives a stage back: a warp arrives once, after the reads of all its lanes.
+DEVICE void release(uint64_t& empty) {
+  __syncwarp();
+  if (threadIdx.x % WARP == 0) mbarrier_arrive(smem_u32(&empty));
+}
+
 // Reads the scales of the tile's tokens, so that they lie in L1 at its end.
 template <int TOKENS>
 DEVICE void warm_scales(const GemmW4a8Args& args, int first_m) {
