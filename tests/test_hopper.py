@@ -296,6 +296,7 @@ _REMOTE = (
     "ld_shared_cluster_u32(",
     "ld_shared_cluster_v4_f32(",
     "st_shared_cluster_u32(",
+    "st_shared_cluster_v4_f32(",
     "mbarrier_arrive_cluster(",
     "smem.words[thread] +",
 )

@@ -477,6 +477,16 @@ DEVICE void st_shared_cluster_u32(uint32_t shared, uint32_t x MK_SITE) {
 #endif
 }
 
+DEVICE void st_shared_cluster_v4_f32(uint32_t shared, float4 x MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
+#else
+  *static_cast<float4*>(emu::cluster_pointer(shared, 16, true, site)) = x;
+#endif
+}
+
 // An arrival at an mbarrier of any block. It orders what the thread did before, cluster-wide, which costs a fence.
 DEVICE void mbarrier_arrive_cluster(uint32_t barrier MK_SITE) {
 #ifdef __CUDACC__

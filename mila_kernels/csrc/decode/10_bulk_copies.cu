@@ -1,4 +1,4 @@
-// Change: the copy engine brings tiles. One warp does nothing but ask for them, up to 192 KB ahead and on into the next
+// Change: the copy engine brings tiles. One warp does nothing but ask for them, up to 160 KB ahead and on into the next
 //   piece; eight warps share each tile, a warp has whole rows of the softmax, and Q stays in registers.
 // Prediction: 05 spends a third of its instructions on addresses, every warp makes the whole softmax, and 60 KB of code
 //   are fetched by 4 warps: with 16 rows of E4M3 it is that, not memory, that takes 83 us at 128K keys. 50 us there;
@@ -12,7 +12,7 @@
 #include "args.cuh"
 #include "bulk.cuh"
 
-constexpr int TILE_BYTES = 32 * 1024, RING_BYTES = 192 * 1024;
+constexpr int TILE_BYTES = 32 * 1024, RING_BYTES = 160 * 1024;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
 constexpr int CONSUMERS = 1;     // named barrier of the warps that multiply
 
@@ -179,10 +179,17 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
       const int row = n * 8 + 2 * t + j;
       if (work.first_row + row > work.last_row) continue;
       float* o = args.partial_o + (partial + row) * G::HS;
+      if constexpr (std::is_same_v<KV, e4m3> && G::M_TILES >= 2) {  // a lane has neighbouring columns
 #pragma unroll
-      for (int m = 0; m < G::M_TILES; ++m) {
-        o[value_column<G>(m, g, 0)] = o_regs[m][n][j];
-        o[value_column<G>(m, g, 1)] = o_regs[m][n][j + 2];
+        for (int m = 0; m < G::M_TILES; m += 2)
+          *reinterpret_cast<float4*>(o + value_column<G>(m, g, 0)) = {o_regs[m][n][j], o_regs[m][n][j + 2],
+                                                                      o_regs[m + 1][n][j], o_regs[m + 1][n][j + 2]};
+      } else {
+#pragma unroll
+        for (int m = 0; m < G::M_TILES; ++m) {
+          o[value_column<G>(m, g, 0)] = o_regs[m][n][j];
+          o[value_column<G>(m, g, 1)] = o_regs[m][n][j + 2];
+        }
       }
     }
 }

@@ -1,7 +1,8 @@
-// Change: the merge in the same launch. The blocks of a cluster share the keys of a head and add up what they have
-//   found through one another's shared memory, each a slice of the columns; what clusters have found is merged by the
-//   last one to arrive, again a slice a block. A counter a slice says who is last, and is zero again afterwards.
-// Prediction: 16 heads on 1 leave 16 partial results of 32 KB in place of 128, and no second launch: 4 to 5 us less at
+// Change: the merge in the same launch. The blocks of a cluster share the keys of a head; at their end each warp sends
+//   its columns of O, as they lie in its registers, to the one block of the cluster that adds up those columns. What
+//   clusters have found goes through memory, and the last one to arrive merges it; a counter says who that is, and is
+//   zero again afterwards.
+// Prediction: 16 heads on 1 leave 15 partial results of 32 KB in place of 132, and no second launch: 4 to 5 us less at
 //   any length; with 2 rows 2 us less.
 // Measured: not yet.
 // Verdict: not yet.
@@ -11,7 +12,7 @@
 #include "args.cuh"
 #include "bulk.cuh"
 
-constexpr int TILE_BYTES = 32 * 1024, RING_BYTES = 192 * 1024;
+constexpr int TILE_BYTES = 32 * 1024, RING_BYTES = 160 * 1024;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
 constexpr int CONSUMERS = 1;     // named barrier of the warps that multiply
 
@@ -22,33 +23,30 @@ constexpr int FITTING = RING_BYTES / static_cast<int>(sizeof(Tile<G>));
 template <typename G>
 constexpr int STAGES = FITTING<G> < 12 ? FITTING<G> : 12;
 
+constexpr int NO_WORK = -1;  // in place of a sequence: the block's last piece has been
+
 // A piece and whose rows it is.
 struct Work {
   Piece piece;
   int length, kv_head, first_row, last_row;
   KeyRange keys;  // that any of the rows sees
   int2 slots;     // of all pieces of the item: the first, and how many
-
-  // Whether a block has one tile less than the first of its cluster. It leaves out the stages, so that O lies in the
-  // same stage of all.
-  DEVICE bool missing(int rank, int blocks) const {
-    const int odd = (piece.last - piece.first) % blocks;
-    return odd > 0 && rank >= odd;
-  }
+  bool more;      // pieces follow
 };
 
 template <typename G, int NT>
 struct Smem {
   alignas(1024) Tile<G> stages[STAGES<G>];
+  float4 received[G::WARPS * G::M_TILES * NT][WARP];  // accumulators of the cluster's blocks, those of one after another
   QueryRows<G, NT> queries;
   float s[G::PARTS][8 * NT][G::Bc + 4];
   alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
+  alignas(16) Partial totals[MAX_CLUSTER][8 * NT];
   float rescale[8 * NT];
-  Work work[2];  // of this piece and the next
-  Partial totals[8 * NT];
+  Work work[2];  // of this piece and the next: the producer finds them
   int lost[STAGES<G>];
   int last;
-  uint64_t full[STAGES<G>], empty[STAGES<G>], o_ready, o_done;
+  uint64_t full[STAGES<G>], empty[STAGES<G>], work_full[2], work_empty[2], slots_full[2], o_ready, o_done;
 };
 
 template <typename G>
@@ -61,112 +59,105 @@ DEVICE Work find_work(const DecodeArgs& args, Piece piece) {
           {max(seen.begin, piece.first * G::Bc), min(seen.end, piece.last * G::Bc)}};
 }
 
-// Where 4 columns of a row of O lie: rows that lanes write at once in different banks.
-template <typename G>
-DEVICE int o_place(int row, int four) {
-  const int t = row >> 1 & 3;
-  const bool wide = std::is_same_v<typename G::KV, e4m3> && G::DIMS == 64;
-  return row * (G::HS / 4) + (four ^ (wide ? (t & 1) | (t & 2) << 1 : 2 * t));
-}
-
-template <typename G, int NT>
-DEVICE void store_o(float4* o_smem, const float (&o_regs)[G::M_TILES][NT][4]) {
-  const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int n = 0; n < NT; ++n)
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int row = n * 8 + 2 * t + j;
-      if constexpr (std::is_same_v<typename G::KV, e4m3> && G::M_TILES >= 2) {
-#pragma unroll
-        for (int m = 0; m < G::M_TILES; m += 2)
-          o_smem[o_place<G>(row, value_column<G>(m, g, 0) / 4)] = {o_regs[m][n][j], o_regs[m][n][j + 2],
-                                                                   o_regs[m + 1][n][j], o_regs[m + 1][n][j + 2]};
-      } else {
-#pragma unroll
-        for (int m = 0; m < G::M_TILES; ++m)
-#pragma unroll
-          for (int upper = 0; upper < 2; ++upper) {
-            const int column = value_column<G>(m, g, upper);
-            reinterpret_cast<float*>(&o_smem[o_place<G>(row, column / 4)])[column % 4] = o_regs[m][n][j + 2 * upper];
-          }
-      }
-    }
-}
-
-// Adds up partial results; what they were relative to may differ.
-struct Sum {
-  float top = -INFINITY, sum = 0.0f;
-  float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+// Two rows of O, in two columns, as an accumulator has them, and what their sums are relative to: {reference, sum} of
+// the first row, then of the second.
+struct RowPair {
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, o[4] = {};
 
   template <int N>
-  DEVICE void add(const Partial (&parts)[N], const float4 (&o_parts)[N]) {
-    float new_top = top;
+  DEVICE void add(const float4 (&totals)[N], const float4 (&parts)[N]) {
+    float shift[2];
 #pragma unroll
-    for (int i = 0; i < N; ++i) new_top = fmaxf(new_top, parts[i].reference);
-    const float shift = new_top == -INFINITY ? 0.0f : new_top, own = ex2_approx_ftz(top - shift);
-    top = new_top;
-    sum *= own;
-    o = {o.x * own, o.y * own, o.z * own, o.w * own};
+    for (int r = 0; r < 2; ++r) {
+      float new_top = top[r];
+#pragma unroll
+      for (int i = 0; i < N; ++i) new_top = fmaxf(new_top, r ? totals[i].z : totals[i].x);
+      shift[r] = new_top == -INFINITY ? 0.0f : new_top;
+      const float own = ex2_approx_ftz(top[r] - shift[r]);
+      top[r] = new_top;
+      sum[r] *= own;
+      o[r] *= own;
+      o[r + 2] *= own;
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float weight = ex2_approx_ftz(parts[i].reference - shift);
-      sum += weight * parts[i].sum;
-      o = {o.x + weight * o_parts[i].x, o.y + weight * o_parts[i].y, o.z + weight * o_parts[i].z,
-           o.w + weight * o_parts[i].w};
+      const float first = ex2_approx_ftz(totals[i].x - shift[0]), second = ex2_approx_ftz(totals[i].z - shift[1]);
+      sum[0] += first * totals[i].y;
+      sum[1] += second * totals[i].w;
+      o[0] += first * parts[i].x;
+      o[1] += second * parts[i].y;
+      o[2] += first * parts[i].z;
+      o[3] += second * parts[i].w;
     }
   }
 };
 
 template <typename G>
-DEVICE void store_row_end(const DecodeArgs& args, const Work& work, int row, int four, const Sum& total) {
-  if (work.first_row + row > work.last_row) return;
-  const int token = row_token(args, work.first_row + row), head = row_head(args, work.kv_head, work.first_row + row);
-  const RowEnd end = end_row(args, work.kv_head, head, {total.top, total.sum});
-  const int64_t o = query_offset(args, args.o_stride, work.piece.batch, token, head) + 4 * four;
-  store_output(args.o, o, args.dtype, {total.o.x * end.factor, total.o.y * end.factor});
-  store_output(args.o, o + 2, args.dtype, {total.o.z * end.factor, total.o.w * end.factor});
-  if (four == 0) store_lse(args, work.piece.batch, token, head, end.lse);
+DEVICE void store_rows(const DecodeArgs& args, const Work& work, int row, int column, int next, const RowPair& total) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int own = work.first_row + row + r;
+    if (own > work.last_row) return;
+    const int token = row_token(args, own), head = row_head(args, work.kv_head, own);
+    const RowEnd end = end_row(args, work.kv_head, head, {total.top[r], total.sum[r]});
+    const int64_t o = query_offset(args, args.o_stride, work.piece.batch, token, head);
+    if constexpr (std::is_same_v<typename G::KV, e4m3>) {
+      store_output(args.o, o + column, args.dtype, float2{total.o[r] * end.factor, total.o[r + 2] * end.factor});
+    } else {
+      store_output(args.o, o + column, args.dtype, total.o[r] * end.factor);
+      store_output(args.o, o + next, args.dtype, total.o[r + 2] * end.factor);
+    }
+    if (column == 0) store_lse(args, work.piece.batch, token, head, end.lse);
+  }
 }
 
-// What the cluster has found, then what all pieces of the item have: a slice of the columns a block.
+// Adds up what the cluster's blocks have sent here, then what all pieces of the item have left in memory.
 template <typename G, int NT>
-DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const Work& work, float4* o_smem,
-                              uint32_t o_done) {
-  constexpr int FOURS = G::HS / 4, AT_ONCE = 8;
+DEVICE void merge_columns(Smem<G, NT>& smem, const DecodeArgs& args, const Work& work) {
+  constexpr int FRAGMENTS = G::M_TILES * NT, AT_ONCE = 8;
   const int rank = cluster_ctarank(), blocks = cluster_nctarank(), rows = slot_rows(args);
-  const int slice = rows * FOURS / blocks;
-  float4* partial_o = reinterpret_cast<float4*>(args.partial_o);
+  const int warps = G::WARPS >> (__ffs(blocks) - 1), count = warps * FRAGMENTS * WARP;  // of each block
+  const float4* received = &smem.received[0][0];
   Partial* partials = reinterpret_cast<Partial*>(args.partial_sum);
+  float2* partial_o = reinterpret_cast<float2*>(args.partial_o);
+
+  // f(row, warp, m, g, i): rows `row` and the next of tile m of a warp's columns
+  auto each = [&](auto f) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < slice; i += G::THREADS) {
-    const int row = (rank * slice + i) / FOURS, four = (rank * slice + i) % FOURS;
-    const uint32_t o_there = smem_u32(&o_smem[o_place<G>(row, four)]), total_there = smem_u32(&smem.totals[row]);
-    Partial parts[MAX_CLUSTER];
-    float4 o_parts[MAX_CLUSTER];
+    for (int i = threadIdx.x; i < count; i += G::THREADS) {
+      const int lane = i % WARP, fragment = i / WARP % FRAGMENTS, warp = rank * warps + i / (WARP * FRAGMENTS);
+      const int row = fragment % NT * 8 + lane % 4 * 2;
+      if (row < rows) f(row, warp, fragment / NT, lane / 4, i);
+    }
+  };
+  auto finish = [&](int row, int warp, int m, int g, const RowPair& total) {
+    store_rows<G>(args, work, row, value_column<G>(warp, m, g, 0), value_column<G>(warp, m, g, 1), total);
+  };
+
+  each([&](int row, int warp, int m, int g, int i) {
+    float4 totals[MAX_CLUSTER], parts[MAX_CLUSTER];
 #pragma unroll
     for (int block = 0; block < MAX_CLUSTER; ++block) {
-      parts[block] = {-INFINITY, 0.0f};
-      o_parts[block] = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (block >= blocks) continue;
-      const uint32_t total = mapa_shared_cluster(total_there, block);
-      parts[block] = {__uint_as_float(ld_shared_cluster_u32(total)), __uint_as_float(ld_shared_cluster_u32(total + 4))};
-      o_parts[block] = ld_shared_cluster_v4_f32(mapa_shared_cluster(o_there, block));
+      const bool there = block < blocks;
+      totals[block] = there ? *reinterpret_cast<const float4*>(&smem.totals[block][row])
+                            : float4{-INFINITY, 0.0f, -INFINITY, 0.0f};
+      parts[block] = there ? received[block * count + i] : float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
-    Sum total;
-    total.add(parts, o_parts);
-    if (work.slots.y == 1) {
-      store_row_end<G>(args, work, row, four, total);
-    } else {
-      const int64_t at = static_cast<int64_t>(work.piece.slot) * rows + row;
-      partial_o[at * FOURS + four] = total.o;
-      if (four == 0 || i == 0) partials[at] = {total.top, total.sum};  // a row may be cut: both write the same
-    }
-  }
-  bar_sync(CONSUMERS, G::THREADS);
-  if (threadIdx.x < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_done, threadIdx.x));
+    RowPair total;
+    total.add(totals, parts);
+    if (work.slots.y == 1) return finish(row, warp, m, g, total);
+    const int64_t at = static_cast<int64_t>(work.piece.slot) * rows + row;
+    const int64_t pair = at * (G::HS / 2) + warp * (G::DIMS / 2) + m * 8 + g;
+    const bool first = i < NT * WARP && g == 0;  // of the block: every block notes the sums for its columns
+    partial_o[pair] = {total.o[0], total.o[2]};
+    if (first) partials[at] = {total.top[0], total.sum[0]};
+    if (row + 1 >= rows) return;
+    partial_o[pair + G::HS / 2] = {total.o[1], total.o[3]};
+    if (first) partials[at + 1] = {total.top[1], total.sum[1]};
+  });
   if (work.slots.y == 1) return;
 
+  bar_sync(CONSUMERS, G::THREADS);
   if (threadIdx.x == 0) {
     const int items = args.kv_heads * ceil_div(row_count(args), ROWS);
     int32_t* arrivals = args.arrivals + (work.piece.batch * items + work.piece.item) * MAX_CLUSTER + rank;
@@ -177,31 +168,32 @@ DEVICE void merge_pieces_here(Smem<G, NT>& smem, const DecodeArgs& args, const W
   }
   bar_sync(CONSUMERS, G::THREADS);
   if (!smem.last) return;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < slice; i += G::THREADS) {
-    const int row = (rank * slice + i) / FOURS, four = (rank * slice + i) % FOURS;
-    Sum total;
+  each([&](int row, int warp, int m, int g, int) {
+    const bool two = row + 1 < rows;
+    RowPair total;
 #pragma unroll 1
     for (int first = 0; first < work.slots.y; first += AT_ONCE) {
-      Partial parts[AT_ONCE];
-      float4 o_parts[AT_ONCE];
+      float4 totals[AT_ONCE], parts[AT_ONCE];
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
-        parts[j] = {-INFINITY, 0.0f};
-        o_parts[j] = {0.0f, 0.0f, 0.0f, 0.0f};
+        totals[j] = {-INFINITY, 0.0f, -INFINITY, 0.0f};
+        parts[j] = {0.0f, 0.0f, 0.0f, 0.0f};
         if (first + j >= work.slots.y) continue;
         const int64_t at = static_cast<int64_t>(work.slots.x + first + j) * rows + row;
-        parts[j] = partials[at];
-        o_parts[j] = partial_o[at * FOURS + four];
+        const int64_t pair = at * (G::HS / 2) + warp * (G::DIMS / 2) + m * 8 + g;
+        const Partial a = partials[at], b = two ? partials[at + 1] : Partial{-INFINITY, 0.0f};
+        const float2 o = partial_o[pair], next = two ? partial_o[pair + G::HS / 2] : float2{0.0f, 0.0f};
+        totals[j] = {a.reference, a.sum, b.reference, b.sum};
+        parts[j] = {o.x, next.x, o.y, next.y};
       }
-      total.add(parts, o_parts);
+      total.add(totals, parts);
     }
-    store_row_end<G>(args, work, row, four, total);
-  }
+    finish(row, warp, m, g, total);
+  });
 }
 
 template <typename G, int NT>
-DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& given,
+DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& work,
                            int turn) {
   using KV = typename G::KV;
   using P = Product<KV>;
@@ -219,13 +211,10 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     ring.next();
   };
 
-  load_query_rows<G, NT>(smem.queries, args, given.piece.batch, given.kv_head, given.first_row);
-  if (threadIdx.x == 0) smem.work[turn & 1] = given;  // registers are short, and it is looked at seldom
+  load_query_rows<G, NT>(smem.queries, args, work.piece.batch, work.kv_head, work.first_row);
   bar_sync(CONSUMERS, G::THREADS);
-  const Work& work = smem.work[turn & 1];
   uint2 q_regs[G::STEPS][NT];
   load_fragments<G, NT>(q_regs, smem.queries, part);
-  if (turn == 0) barrier_cluster_wait();  // the cluster's mbarriers are there
   const float scale = smem.queries.scale[own_row];
   // What every row sees: tiles within need no mask.
   const KeyRange common = {visible_keys(args, work.length, row_token(args, work.last_row)).begin,
@@ -234,7 +223,7 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
   float row_max = -INFINITY, row_sum = 0.0f, o_regs[G::M_TILES][NT][4] = {};
   int lost = 0;
 #pragma unroll 1
-  for (int tile = given.piece.first + rank; tile < given.piece.last; tile += blocks) {
+  for (int tile = work.piece.first + rank, last = work.piece.last; tile < last; tile += blocks) {
     mbarrier_wait(smem_u32(&smem.full[ring.stage]), ring.turn);
     lost |= smem.lost[ring.stage];
     float s_regs[NT][4];
@@ -317,44 +306,116 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     release();
   }
 
-  for (int left = work.missing(rank, blocks) * 2; left > 0; --left) {
-    mbarrier_wait(smem_u32(&smem.full[ring.stage]), ring.turn);
-    release();
-  }
-  // One stage of the ring holds O for the cluster.
-  mbarrier_wait(smem_u32(&smem.full[ring.stage]), ring.turn);
-  float4* o_smem = reinterpret_cast<float4*>(smem.stages[ring.stage]);
-  static_assert(sizeof(float) * 8 * NT * G::HS <= sizeof(Tile<G>));
-  store_o<G, NT>(o_smem, o_regs);
+  // Each warp's columns go to one block of the cluster; the sums of its rows to all.
   row_sum = warp_sum<LANES>(row_sum);
-  if (lane % LANES == 0) smem.totals[own_row] = {row_max - TOP, lost ? NAN : row_sum};
-  fence_proxy_async_shared();  // the copy engine will write here again
-  bar_sync(CONSUMERS, G::THREADS);
-  const uint32_t o_ready = smem_u32(&smem.o_ready), o_done = smem_u32(&smem.o_done);
-  if (threadIdx.x < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_ready, threadIdx.x));
-  mbarrier_wait_cluster(o_ready, turn & 1);
-  merge_pieces_here<G, NT>(smem, args, work, o_smem, o_done);
-  mbarrier_wait_cluster(o_done, turn & 1);  // nobody reads here any more
-  release();
+  if (lane % LANES < blocks) {
+    const uint32_t there = mapa_shared_cluster(smem_u32(&smem.totals[rank][own_row]), lane % LANES);
+    st_shared_cluster_u32(there, __float_as_uint(row_max - TOP));
+    st_shared_cluster_u32(there + 4, __float_as_uint(lost ? NAN : row_sum));
+  }
+  const int warps = G::WARPS >> (__ffs(blocks) - 1), to = warp >> (__ffs(warps) - 1);
+  float4* o_smem = smem.received[(rank * warps + warp % warps) * G::M_TILES * NT];
+  const uint32_t there = mapa_shared_cluster(smem_u32(&o_smem[lane]), to);
+#pragma unroll
+  for (int m = 0; m < G::M_TILES; ++m)
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+      if (n * 8 + 2 * t < slot_rows(args))
+        st_shared_cluster_v4_f32(there + (m * NT + n) * WARP * sizeof(float4),
+                                 {o_regs[m][n][0], o_regs[m][n][1], o_regs[m][n][2], o_regs[m][n][3]});
+  __syncwarp();
+  if (lane < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(smem_u32(&smem.o_ready), lane));
+  mbarrier_wait_cluster(smem_u32(&smem.o_ready), turn & 1);
+  mbarrier_wait(smem_u32(&smem.slots_full[turn & 1]), turn >> 1 & 1);
+  merge_columns<G, NT>(smem, args, work);
+  if (!work.more) return;
+  // Nobody may send the next piece's before all have read these.
+  __syncwarp();
+  const uint32_t o_done = smem_u32(&smem.o_done);
+  if (lane < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_done, lane));
+  mbarrier_wait_cluster(o_done, turn & 1);
 }
 
 // Sequences without a key, of which no piece is made.
 template <typename G>
 DEVICE void store_empty_sequences(const Schedule<G::Bc>& schedule, const DecodeArgs& args, int unit, int units) {
   const int lane = threadIdx.x % WARP;
+#pragma unroll 1
   for (int first = 0; first < args.batch; first += WARP) {
     const int batch = first + lane;
     const bool empty = batch < args.batch && batch % units == unit && schedule.tile_count(batch) == 0;
     for (unsigned left = __ballot_sync(ALL_LANES, empty); left; left &= left - 1) {
       const int b = first + __ffs(static_cast<int>(left)) - 1;
-      for (int i = threadIdx.x; i < args.q_len * args.q_heads * (G::HS / 2); i += G::THREADS) {
-        const int row = i / (G::HS / 2), pair = i % (G::HS / 2), token = row / args.q_heads, head = row % args.q_heads;
-        store_output(args.o, query_offset(args, args.o_stride, b, token, head) + 2 * pair, args.dtype, {0.0f, 0.0f});
-        if (pair == 0)
-          store_lse(args, b, token, head, end_row(args, head / args.group, head, {-INFINITY, 0.0f}).lse);
+#pragma unroll 1
+      for (int row = 0; row < args.q_len * args.q_heads; ++row) {
+        const int token = row / args.q_heads, head = row % args.q_heads;
+        const int64_t o = query_offset(args, args.o_stride, b, token, head);
+#pragma unroll 1
+        for (int pair = lane; pair < G::HS / 2; pair += WARP)
+          store_output(args.o, o + 2 * pair, args.dtype, {0.0f, 0.0f});
+        if (lane == 0) store_lse(args, b, token, head, end_row(args, head / args.group, head, {-INFINITY, 0.0f}).lse);
       }
     }
   }
+}
+
+// The producer's lanes make the mbarriers.
+template <typename G, int NT>
+DEVICE void prepare(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorMap& v_map) {
+  const int lane = threadIdx.x % WARP, blocks = cluster_nctarank();
+  if (lane == 0) {
+    prefetch_tensormap(&k_map);
+    prefetch_tensormap(&v_map);
+  }
+  if (lane < STAGES<G>) {
+    mbarrier_init(smem_u32(&smem.full[lane]), 1);
+    mbarrier_init(smem_u32(&smem.empty[lane]), G::WARPS);
+  }
+  if (lane < 2) {
+    mbarrier_init(smem_u32(&smem.work_full[lane]), 1);
+    mbarrier_init(smem_u32(&smem.work_empty[lane]), G::WARPS);
+    mbarrier_init(smem_u32(&smem.slots_full[lane]), 1);
+  }
+  if (lane < 2) mbarrier_init(smem_u32(lane == 0 ? &smem.o_ready : &smem.o_done), G::WARPS * blocks);
+  fence_mbarrier_init();
+  __syncwarp();
+}
+
+// One warp finds the block's pieces and has their tiles copied.
+template <typename G, int NT>
+DEVICE void produce(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorMap& v_map, const DecodeArgs& args,
+                    int unit, int units) {
+  const int lane = threadIdx.x % WARP, rank = cluster_ctarank(), blocks = cluster_nctarank();
+  const Schedule<G::Bc> schedule(args, blocks);
+  Ring<STAGES<G>> ring;
+  int x = args.automatic ? schedule.begin(unit) : 0;
+  const int end = args.automatic ? schedule.end(unit) : 1;
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    Work work = {};
+    work.piece.batch = NO_WORK;
+    if (x < end) work = find_work<G>(args, args.automatic ? schedule.piece(unit, x) : split_piece<G::Bc>(args, unit, x));
+    const Piece& piece = work.piece;
+    work.more = x < end;
+    mbarrier_wait(smem_u32(&smem.work_empty[turn & 1]), turn >> 1 & 1 ^ 1);
+    __syncwarp();  // all have seen it: what follows may end the next turn too
+    if (lane == 0) {
+      smem.work[turn & 1] = work;
+      mbarrier_arrive(smem_u32(&smem.work_full[turn & 1]));
+    }
+    if (piece.batch == NO_WORK) break;
+    copy_tiles<G>(smem, ring, k_map, v_map, args, piece.batch, work.kv_head, piece.first + rank, piece.last, blocks,
+                  work.keys);
+    const int2 slots = args.automatic ? schedule.slots(piece.batch, piece.item)
+                                      : int2{(piece.batch * schedule.items + piece.item) * args.splits, args.splits};
+    if (lane == 0) {  // only now: the copies were waited for
+      smem.work[turn & 1].slots = slots;
+      mbarrier_arrive(smem_u32(&smem.slots_full[turn & 1]));
+    }
+  }
+  if (args.automatic && rank == 0) store_empty_sequences<G>(schedule, args, unit, units);
+  if (blockIdx.x == 0)
+    for (int batch = lane; batch < args.batch; batch += WARP) check_length(args, batch);
 }
 
 template <typename KV, int HS, int NT>
@@ -363,65 +424,42 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
                       const DecodeArgs args) {
   using G = Shape<KV, HS, TILE_BYTES, WARPS<HS>>;
   Smem<G, NT>& smem = dynamic_smem<Smem<G, NT>>();
-  const int warp = threadIdx.x / WARP, rank = cluster_ctarank(), blocks = cluster_nctarank();
-  const int unit = blockIdx.x / blocks, units = gridDim.x / blocks;
-  if (threadIdx.x == G::THREADS) {
-    prefetch_tensormap(&k_map);
-    prefetch_tensormap(&v_map);
-    for (int i = 0; i < STAGES<G>; ++i) {
-      mbarrier_init(smem_u32(&smem.full[i]), 1);
-      mbarrier_init(smem_u32(&smem.empty[i]), G::WARPS);
-    }
-    mbarrier_init(smem_u32(&smem.o_ready), blocks);
-    mbarrier_init(smem_u32(&smem.o_done), blocks);
-    fence_mbarrier_init();
+  constexpr int MADE = 2, ALL = G::THREADS + WARP;  // named barrier: the mbarriers are there
+  const int warp = threadIdx.x / WARP, blocks = cluster_nctarank();
+  if (warp == G::WARPS) {
+    prepare<G, NT>(smem, k_map, v_map);
+    bar_arrive(MADE, ALL);
+    barrier_cluster_arrive();
+    griddepcontrol_wait();  // keys, values, queries and the workspace may be the work of the kernel before
+    griddepcontrol_launch_dependents();
+    produce<G, NT>(smem, k_map, v_map, args, blockIdx.x / blocks, gridDim.x / blocks);
+    barrier_cluster_wait();
+    return;
   }
-  __syncthreads();
+  bar_sync(MADE, ALL);
   barrier_cluster_arrive();
-  griddepcontrol_wait();  // keys, values, queries and the workspace may be the work of the kernel before
+  griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const Schedule<G::Bc> schedule(args, blocks);
-
   Ring<STAGES<G>> ring;
-  int x = args.automatic ? schedule.begin(unit) : 0;
-  const int end = args.automatic ? schedule.end(unit) : 1;
-  int turn = 0;
-  for (; x < end; ++turn) {
-    Work work =
-        find_work<G>(args, args.automatic ? schedule.piece(unit, x) : split_piece<G::Bc>(args, unit, x));
-    const Piece& piece = work.piece;
-    if (warp == G::WARPS) {
-      copy_tiles<G>(smem, ring, k_map, v_map, args, piece.batch, work.kv_head, piece.first + rank, piece.last, blocks,
-                    work.keys);
-      if (turn == 0) barrier_cluster_wait();
-      for (int left = work.missing(rank, blocks) * 2 + 1; left > 0; --left) {  // and a stage for O
-        mbarrier_wait(smem_u32(&smem.empty[ring.stage]), ring.turn ^ 1);
-        __syncwarp();  // all have seen it: what follows may end the next turn too
-        if (threadIdx.x == G::THREADS) mbarrier_arrive(smem_u32(&smem.full[ring.stage]));
-        ring.next();
-      }
-    } else {
-      work.slots = args.automatic ? schedule.slots(piece.batch, piece.item)
-                                  : int2{(piece.batch * schedule.items + piece.item) * args.splits, args.splits};
-      multiply_piece<G, NT>(smem, ring, args, work, turn);
-    }
-  }
-  if (turn == 0) barrier_cluster_wait();
-  if (warp < G::WARPS) {
-    if (args.automatic && rank == 0) store_empty_sequences<G>(schedule, args, unit, units);
-  } else if (blockIdx.x == 0) {
-    for (int batch = threadIdx.x % WARP; batch < args.batch; batch += WARP) check_length(args, batch);
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    mbarrier_wait(smem_u32(&smem.work_full[turn & 1]), turn >> 1 & 1);
+    const Work& work = smem.work[turn & 1];
+    if (turn == 0) barrier_cluster_wait();  // the cluster's mbarriers are there
+    if (work.piece.batch == NO_WORK) break;
+    multiply_piece<G, NT>(smem, ring, args, work, turn);
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) mbarrier_arrive(smem_u32(&smem.work_empty[turn & 1]));
   }
 }
 
 // How many blocks share a head: as many as a cluster may have, unless there are heads enough for fewer.
-inline int cluster_size(const DecodeArgs& args, int threads) {
-  int size = MAX_CLUSTER;
+template <typename G>
+int cluster_size(const DecodeArgs& args) {
+  int size = min(MAX_CLUSTER, G::WARPS);
   while (size > 1 && (args.automatic ? item_count(args) * size > args.blocks / 2 : args.splits % size != 0)) size /= 2;
 #ifndef __CUDACC__
-  while (size * threads > 1024) size /= 2;  // as many threads as the emulation runs together
-#else
-  static_cast<void>(threads);
+  while (size * (G::WARPS + 1) > WARP) size /= 2;  // the emulation runs at most 1024 threads together
 #endif
   return size;
 }
@@ -429,17 +467,20 @@ inline int cluster_size(const DecodeArgs& args, int threads) {
 template <typename KV, int HS, int NT>
 const char* launch_rows(DecodeArgs args, cudaStream_t stream) {
   using G = Shape<KV, HS, TILE_BYTES, WARPS<HS>>;
-  constexpr int THREADS = G::THREADS + WARP;
+  constexpr int THREADS = G::THREADS + WARP, SMEM = sizeof(Smem<G, NT>);
   CUtensorMap k_map, v_map;
   const char* error = make_cache_map<G>(&k_map, args, args.k, args.k_stride);
   if (!error) error = make_cache_map<G>(&v_map, args, args.v, args.v_stride);
   if (error) return error;
-  const int cluster = cluster_size(args, THREADS), most = args.blocks / 2 / cluster;  // one block an SM
-  args.blocks = most > 0 ? most : 1;
-  args.splits = args.splits >= cluster ? args.splits / cluster : 1;
-  const int units = args.automatic ? args.blocks : item_count(args) * args.splits;
-  return launch_dependent_cluster(decode_one_launch<KV, HS, NT>, units * cluster, cluster, THREADS,
-                                  sizeof(Smem<G, NT>), stream, k_map, v_map, args);
+  const int cluster = cluster_size<G>(args), items = item_count(args);
+  int units = max(args.blocks / 2 / cluster, 1);  // one block an SM
+  units = resident_clusters<decode_one_launch<KV, HS, NT>>(cluster, THREADS, SMEM, units);
+  if (units > items) units -= units % items;  // of equal lengths no unit has parts of two
+  args.blocks = units;
+  args.splits = max(args.splits / cluster, 1);
+  if (!args.automatic) units = items * args.splits;
+  return launch_dependent_cluster(decode_one_launch<KV, HS, NT>, units * cluster, cluster, THREADS, SMEM, stream, k_map,
+                                  v_map, args);
 }
 
 extern "C" const char* launch_step(const DecodeArgs* args, cudaStream_t stream) {

@@ -79,6 +79,13 @@ DEVICE void store_output(void* base, int64_t i, int32_t dtype, float2 x) {
   *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(base) + i) = pair;
 }
 
+DEVICE void store_output(void* base, int64_t i, int32_t dtype, float x) {
+  if (dtype == DTYPE_FP16)
+    static_cast<fp16*>(base)[i] = from_float<fp16>(x);
+  else
+    static_cast<bf16*>(base)[i] = from_float<bf16>(x);
+}
+
 DEVICE void report(const DecodeArgs& args, Fault fault, int row, int detail) {
   if (atomicCAS(args.fault, FAULT_NONE, fault) != FAULT_NONE) return;
   args.fault[1] = row;

@@ -311,6 +311,40 @@ DEVICE void clear_dead_rows(Tile<G>& v, int tile, KeyRange keys) {
 
 constexpr int MAX_CLUSTER = 8;
 
+// How many clusters of that size run at once, at most `most`: a cluster does not span the groups that multiprocessors
+// come in, and not all groups are whole.
+template <auto KERNEL>
+inline int resident_clusters(int cluster, int threads, size_t smem_bytes, int most) {
+#ifdef __CUDACC__
+  static int known[32][MAX_CLUSTER + 1] = {};  // of this kernel, by device
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= 32) return most;
+  int& count = known[device][cluster];
+  if (count == 0) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = cluster;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = smem_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+    if (cudaOccupancyMaxActiveClusters(&count, KERNEL, &config) != cudaSuccess) {
+      cudaGetLastError();
+      count = 0;
+    }
+    if (count < 1) count = most;
+  }
+  return count < most ? count : most;
+#else
+  static_cast<void>(cluster), static_cast<void>(threads), static_cast<void>(smem_bytes);
+  return most;
+#endif
+}
+
 // launch_dependent() of merge.cuh in clusters of `cluster` blocks.
 template <typename... Params, typename... Args>
 inline const char* launch_dependent_cluster(void (*kernel)(Params...), dim3 grid, int cluster, dim3 block,

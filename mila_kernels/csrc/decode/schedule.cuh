@@ -45,8 +45,12 @@ struct Schedule {
   DEVICE explicit Schedule(const DecodeArgs& args, int min_tiles = MIN_TILES)
       : args(args), items(args.kv_heads * ceil_div(row_count(args), ROWS)) {
     const int lane = threadIdx.x % WARP;
-    counts = lane < args.batch ? tile_count(lane) * items : 0;
-    upto = running_sum(counts);
+    if (args.batch == 1) {  // nothing to add up: every lane has it
+      counts = upto = tile_count(0) * items;
+    } else {
+      counts = lane < args.batch ? tile_count(lane) * items : 0;
+      upto = running_sum(counts);
+    }
     int rest = 0;
 #pragma unroll 1
     for (int batch = WARP + lane; batch < args.batch; batch += WARP) rest += tile_count(batch);
@@ -79,6 +83,7 @@ struct Schedule {
     const int lane = threadIdx.x % WARP;
     int own = counts, sum = upto;
     start = 0;
+    if (args.batch == 1) return 0;
 #pragma unroll 1
     for (int first = 0;; first += WARP) {
       const unsigned past = __ballot_sync(ALL_LANES, start + sum > x);

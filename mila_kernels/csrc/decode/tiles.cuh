@@ -291,11 +291,16 @@ DEVICE void multiply_values(float (&o)[G::M_TILES][NT][4], const Tile<G>& v, con
   }
 }
 
-// The column of V in accumulator row g (upper = 0) or g + 8 (upper = 1) of tile m.
+// The column of V in a warp's accumulator row g (upper = 0) or g + 8 (upper = 1) of tile m.
 template <typename G>
-DEVICE int value_column(int m, int g, int upper) {
+DEVICE int value_column(int warp, int m, int g, int upper) {
   using KV = typename G::KV;
   constexpr int DIMS = G::DIMS;
-  const int warp = threadIdx.x / WARP;
   return warp * DIMS + (std::is_same_v<KV, e4m3> ? g * (DIMS / 8) + 2 * m + upper : m * 16 + g + 8 * upper);
+}
+
+// The same of the calling warp.
+template <typename G>
+DEVICE int value_column(int m, int g, int upper) {
+  return value_column<G>(threadIdx.x / WARP, m, g, upper);
 }

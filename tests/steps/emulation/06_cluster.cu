@@ -57,7 +57,12 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ CUte
 
   // Words to the other block, by stores and by a copy.
   const uint32_t word = smem_u32(&smem.words[thread % COLUMNS]);
-  if (thread < COLUMNS) st_shared_cluster_u32(mapa_shared_cluster(word, other), rank * 100 + thread);
+  if (thread < COLUMNS / 2) st_shared_cluster_u32(mapa_shared_cluster(word, other), rank * 100 + thread);
+  if (thread >= COLUMNS / 2 && thread < COLUMNS && thread % 4 == 0)
+    st_shared_cluster_v4_f32(mapa_shared_cluster(word, other), {__uint_as_float(rank * 100 + thread),
+                                                                __uint_as_float(rank * 100 + thread + 1),
+                                                                __uint_as_float(rank * 100 + thread + 2),
+                                                                __uint_as_float(rank * 100 + thread + 3)});
   for (int i = thread; i < 256; i += THREADS) smem.sent[i] = rank * 1000 + i;
   fence_proxy_async_shared();  // the copy may read them
   __syncthreads();
