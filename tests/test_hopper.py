@@ -97,13 +97,6 @@ def test_twin_does_what_the_manual_says(name: str, check: bool) -> None:
         assert record.difference(name, trial, record.run(name, trial, check=check, seed=i), trial.words) == ""
 
 
-# Strict: once the file is there these pass, which is a failure until the mark is gone, and then a missing file is one.
-NOT_RECORDED = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="run data/ptx_vectors/record_hopper.py on a machine with an sm_90 GPU"
-)
-
-
-@NOT_RECORDED
 def test_twins_give_what_the_gpu_gave() -> None:
     assert (VECTORS / record.FILE).is_file()
     assert record.replay(VECTORS) == []
@@ -118,7 +111,6 @@ def test_one_wrong_output_is_noticed(name: str) -> None:
         assert record.digest(changed) != record.digest(trial.words)
 
 
-@NOT_RECORDED
 def test_recording_is_small_and_says_where_it_comes_from() -> None:
     assert (VECTORS / record.FILE).is_file()
     assert (VECTORS / record.FILE).stat().st_size < 300_000

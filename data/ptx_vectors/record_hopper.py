@@ -343,7 +343,9 @@ def _tensor_trial(t: Tensor, rng: np.random.Generator, store: bool) -> Trial:
     shape = t.box[::-1]
     index = np.indices(shape)[::-1]  # of each dimension, the innermost first
     at = [i + start for i, start in zip(index, t.at, strict=True)]
-    inside = np.logical_and.reduce([(x >= 0) & (x < size) for x, size in zip(at, t.sizes, strict=True)])
+    piece = 16 // t.element_bytes if store else 1  # a store writes a row's last 16 bytes whole, past the tensor's end
+    sizes = (-(-t.sizes[0] // piece) * piece, *t.sizes[1:])
+    inside = np.logical_and.reduce([(x >= 0) & (x < size) for x, size in zip(at, sizes, strict=True)])
     pitches = (t.element_bytes, *t.strides)
     in_tensor = sum(x * pitch for x, pitch in zip(at, pitches, strict=True))
     in_box = swizzled(np.arange(inside.size).reshape(shape) * t.element_bytes, t.swizzle)

@@ -179,8 +179,8 @@ DEVICE void cp_async_bulk_wait_group_read(MK_ONLY_SITE) {
 // A box of the tensor that `map` describes (tensor_map.cuh), from the element at the coordinates, the innermost first and
 // a multiple of 16 bytes, in stores none of them negative: sm_90 calls anything else an illegal instruction.
 // The map is a `const __grid_constant__ CUtensorMap` parameter of the kernel. Elements outside the tensor are zeros,
-// which count as bytes too; stores leave them out. The shared address is a multiple of 128, with a swizzle a multiple of
-// its repeat: 256, 512 or 1024 bytes for 32, 64 and 128.
+// which count as bytes too; stores leave them out, but for those in a row's last 16 bytes, which are written whole. The
+// shared address is a multiple of 128, with a swizzle a multiple of its repeat: 256, 512 or 1024 bytes for 32, 64, 128.
 DEVICE void cp_async_bulk_tensor_2d_g2s(uint32_t shared, const CUtensorMap* map, int x, int y,
                                         uint32_t barrier MK_SITE) {
 #ifdef __CUDACC__

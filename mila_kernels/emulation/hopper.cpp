@@ -285,7 +285,8 @@ void each_piece(const Box& box, F f) {
       global += at * static_cast<int64_t>(map.strides[dimension - 1]);
     }
     const int64_t first = int64_t{box.at[0]} * map.element_bytes;  // of the row, within the tensor's
-    const int64_t end = static_cast<int64_t>(map.sizes[0]) * map.element_bytes;
+    int64_t end = static_cast<int64_t>(map.sizes[0]) * map.element_bytes;
+    if (box.store) end = (end + 15) / 16 * 16;  // as a GPU does: it has no smaller piece
     for (uint32_t i = 0; i < row_bytes; i += 16) {
       const int64_t from = std::clamp<int64_t>(-(first + i), 0, 16), to = std::clamp<int64_t>(end - (first + i), 0, 16);
       const bool any = inside && from < to;
@@ -1026,7 +1027,9 @@ void tensor_store(int rank, const CUtensorMap* map, uint32_t source, const int* 
       report(std::string(what) + " by " + who(*current) + " stores from coordinate " + std::to_string(at[i]) +
              " of dimension " + std::to_string(i) + ", which is negative: a GPU calls that an illegal instruction, " +
              where(place));
-  start_store(*current, tensor_box(*current, rank, source, map, at, what, place));
+  Box box = tensor_box(*current, rank, source, map, at, what, place);
+  box.store = true;
+  start_store(*current, box);
 }
 
 void bulk_commit(Site site) {

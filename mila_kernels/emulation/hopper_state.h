@@ -6,7 +6,7 @@ constexpr uint32_t WARPGROUP_LANES = 128, MAX_WARPGROUPS = MAX_THREADS / WARPGRO
 constexpr uint32_t MAX_AGENTS = 4096, BARRIER_WORD = MAX_AGENTS - 1;
 
 struct Box {  // what a bulk or tensor copy moves
-  bool tensor;
+  bool tensor, store;
   CUtensorMap map;
   int at[5];
   char* global;  // of a plain bulk copy
