@@ -130,9 +130,10 @@ def _decode(
     rows = q_len * q_heads // kv_heads
     automatic, blocks = splits == 0, _sm_count(q.device) * BLOCKS_PER_SM
     splits = splits or automatic_splits(q.device, batch, kv_heads, rows)
-    # What csrc/decode/schedule.cuh calls slots, or a slot a split.
+    # What csrc/decode/schedule.cuh calls slots, or a slot a split; some steps keep rows in pairs.
     items = batch * kv_heads * -(-rows // ROWS)
-    rows = max(items * splits, items + blocks) * min(rows, ROWS)
+    pairs = -(-min(rows, ROWS) // 2)
+    rows = max(items * splits, items + blocks) * pairs * 2
     partial_o = outputs.empty(q, (rows, head_dim), torch.float32)
     partial_sum = outputs.empty(q, (rows, 2), torch.float32)
     arrivals = _arrivals(q.device, max(batch * q_len * q_heads, items * ARRIVALS_PER_ITEM))

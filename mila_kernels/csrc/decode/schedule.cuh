@@ -134,11 +134,12 @@ template <int Bc>
 DEVICE Piece split_piece(const DecodeArgs& args, int block, int& x) {
   ++x;
   const int items = args.kv_heads * ceil_div(row_count(args), ROWS), item = block / args.splits;
-  const int batch = item / items;
+  const int batch = item / items, split = block - item * args.splits;
   const KeyRange keys = seen_keys(args, sequence_length(args, batch));
-  const KeyRange own = split_keys(keys, block % args.splits, args.splits, Bc);
-  if (own.begin >= own.end) return {batch, item % items, 0, 0, block};
-  return {batch, item % items, own.begin / Bc, ceil_div(own.end, Bc), block};
+  const int first = keys.begin / Bc, count = keys.begin < keys.end ? ceil_div(keys.end, Bc) - first : 0;
+  const int each = count / args.splits, more = count - each * args.splits;
+  const int begin = first + split * each + min(split, more);
+  return {batch, item - batch * items, begin, begin + each + (split < more), block};
 }
 
 // Row r of slot s is row s * slot_rows + r of the workspace.
