@@ -260,7 +260,7 @@ def new_run_id() -> str:
 def provenance() -> dict[str, Any]:
     """What a runs row says of this machine and tree; what is absent here is left out.
 
-    Outside a git checkout (a copied tree), ``MILA_GIT_SHA`` and ``MILA_GIT_DIRTY`` (0 or 1) may say what was copied.
+    In a copied tree ``MILA_GIT_SHA`` and ``MILA_GIT_DIRTY`` (0 or 1) say what was copied; they go before git's word.
     """
     import torch
 
@@ -300,13 +300,13 @@ def _nvcc_version() -> str:
 
 
 def _git() -> dict[str, Any]:
-    sha = _output("git", "rev-parse", "HEAD")
-    if sha:
-        # What a run writes under results/ is no change of the code that it measured.
-        changed = _output("git", "status", "--porcelain", "--", ".", ":!results")
-        return {"git_sha": sha, "dirty": bool(changed) if changed is not None else None}
     told, dirty = os.environ.get("MILA_GIT_SHA", ""), os.environ.get("MILA_GIT_DIRTY", "")
-    return {"git_sha": told, "dirty": dirty == "1" if told and dirty in ("0", "1") else None}
+    if told:
+        return {"git_sha": told, "dirty": dirty == "1" if dirty in ("0", "1") else None}
+    sha = _output("git", "rev-parse", "HEAD")
+    # What a run writes under results/ is no change of the code that it measured.
+    changed = _output("git", "status", "--porcelain", "--", ".", ":!results") if sha else None
+    return {"git_sha": sha or "", "dirty": bool(changed) if changed is not None else None}
 
 
 class RunWriter:

@@ -455,3 +455,14 @@ def test_samples_are_numbers(tmp_path):
     assert results.read(tmp_path, "samples") == [row]
     with pytest.raises(ResultsError, match="samples_us must be numbers"):
         results.append(tmp_path, dataclasses.replace(row, samples_us="1.5 fast"))
+
+
+def test_a_copied_tree_says_which_commit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "0123456789abcdef0123456789abcdef01234567"
+    monkeypatch.setenv("MILA_GIT_SHA", told)
+    for dirty, is_dirty in (("0", False), ("1", True), ("", None)):
+        monkeypatch.setenv("MILA_GIT_DIRTY", dirty)
+        found = results.provenance()
+        assert (found["git_sha"], found["dirty"]) == (told, is_dirty)
+    monkeypatch.delenv("MILA_GIT_SHA")
+    assert results.provenance()["git_sha"] != told
