@@ -7,8 +7,9 @@
 //   not better: two blocks a multiprocessor 17.9, 10.9, 7.4, 5.1; 30 warps with a group each 18.5, 10.8, 7.1, 5.0; x by
 //   cp.async 18.1, 11.3, 7.3, 5.2; adjacent tiles for a block 18.4; words asked for before the products, not after: the same;
 //   bulk prefetches into L2 two rounds ahead 20.2, 14.2, 8.6, 6.3; a ring in shared memory by cp.async 18.6, 12.0, 8.2, 6.3.
-// Verdict: Kept. Clocks of a block on local_o (6,860): 750 until all loads are issued, 2,200 until x is there, 1,200 for the
-//   first tile, 2,000 for the second, 700 for the sums; the launch itself is 0.8 us, and reading alone takes 3.5.
+// Verdict: Kept. Clocks of a block on local_o, in the form with cp.async: 6,860, of which 750 until all loads are issued,
+//   2,200 until x is there, 1,200 for the first tile, 2,000 for the second, 700 for the sums. A launch of nothing takes
+//   0.8 us, and reading alone 3.5: what is left is one latency after the other, not instructions.
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
@@ -241,8 +242,8 @@ extern "C" const char* launch_step(const MatvecFp4Args* args, cudaStream_t strea
     return with_columns(columns, [&]<int NT>() {
       const Cut cut = cut_for(*args, columns, max_warps(NT));
       const bool whole = cut.groups == cut.passes * cut.pass_units && cut.x_passes == cut.passes;
-      return launch_overlapping(args->chained, whole ? matvec_short_ends<Scale, NT, true> : matvec_short_ends<Scale, NT, false>,
-                                cut.blocks, cut.warps * WARP, cut.smem_bytes, stream, *args, cut);
+      const auto kernel = whole ? matvec_short_ends<Scale, NT, true> : matvec_short_ends<Scale, NT, false>;
+      return launch_overlapping(args->chained, kernel, cut.blocks, cut.warps * WARP, cut.smem_bytes, stream, *args, cut);
     });
   });
 }
