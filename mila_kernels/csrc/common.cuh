@@ -72,6 +72,13 @@ DEVICE float warp_max(float x) {
   return x;
 }
 
+// x is computed before what comes after this call, as far as that is volatile: no instruction.
+DEVICE void keep_here([[maybe_unused]] uint32_t& x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+}
+
 // The block's one piece of shared memory, seen as a struct of typed arrays.
 template <typename Smem>
 DEVICE Smem& dynamic_smem() {

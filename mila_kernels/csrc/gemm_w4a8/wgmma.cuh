@@ -61,6 +61,14 @@ DEVICE void load_a(uint32_t (&a)[4][4], float (&scale)[2], const uint8_t* block)
   unfold(a, words);
 }
 
+// The operands are ready here: the compiler unfolds none of them between products, each of which it would then fence.
+DEVICE void settle(uint32_t (&a)[4][4]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) keep_here(a[k][i]);
+}
+
 // ---- the output -----------------------------------------------------------------------------------------------------
 
 // The bias of rows g and g + 8 of a warp's 16.
