@@ -288,8 +288,7 @@ _REMOTE = (
     "ld_shared_cluster_u32(",
     "ld_shared_cluster_v4_f32(",
     "st_shared_cluster_u32(",
-    "st_async_v4_f32(",
-    "st_async_v2_f32(",
+    "st_shared_cluster_v4_f32(",
     "mbarrier_arrive_cluster(",
     "smem.words[thread] +",
 )

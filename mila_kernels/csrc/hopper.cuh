@@ -15,17 +15,6 @@
 #define MK_ONLY_SITE emu::Site site = emu::Site::here()
 #endif
 
-// ---- order ----------------------------------------------------------------------------------------------------------
-
-// Lighter than __threadfence(): orders, without one order of all fences.
-DEVICE void fence_acq_rel_gpu() {
-#ifdef __CUDACC__
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-#else
-  __threadfence();
-#endif
-}
-
 // ---- mbarriers ------------------------------------------------------------------------------------------------------
 
 // An mbarrier is 8 aligned bytes of shared memory that only these functions touch. A phase of it ends when `count`
@@ -488,26 +477,13 @@ DEVICE void st_shared_cluster_u32(uint32_t shared, uint32_t x MK_SITE) {
 #endif
 }
 
-// st.async: a store to any block that counts its bytes at an mbarrier of that block, when it is there. Nobody has to fence
-// or to arrive.
-DEVICE void st_async_v2_f32(uint32_t shared, float2 x, uint32_t barrier MK_SITE) {
+DEVICE void st_shared_cluster_v4_f32(uint32_t shared, float4 x MK_SITE) {
 #ifdef __CUDACC__
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(shared),
-               "f"(x.x), "f"(x.y), "r"(barrier)
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
                : "memory");
 #else
-  emu::store_async(shared, &x, 8, barrier, site);
-#endif
-}
-
-DEVICE void st_async_v4_f32(uint32_t shared, float4 x, uint32_t barrier MK_SITE) {
-#ifdef __CUDACC__
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(shared),
-      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
-      : "memory");
-#else
-  emu::store_async(shared, &x, 16, barrier, site);
+  *static_cast<float4*>(emu::cluster_pointer(shared, 16, true, site)) = x;
 #endif
 }
 

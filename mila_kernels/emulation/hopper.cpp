@@ -970,32 +970,6 @@ void* cluster_pointer(uint32_t address, unsigned bytes, bool write, Site site) {
   return t.window + offset;
 }
 
-// st.async: lands at once, on behalf of the mbarrier's phase.
-void store_async(uint32_t destination, const void* value, uint32_t bytes, uint32_t barrier, Site site) {
-  const Place place = PLACE;
-  const char* what = "st.async";
-  Thread& t = *current;
-  Worker& w = *t.worker;
-  use_hopper(what, place);
-  Load load = {};
-  load.box.bytes = bytes;
-  load.box.offset = shared_offset(t, destination, bytes, bytes, what, place, true);
-  load.box.place = place;
-  load.box.thread = t.linear;
-  load.barrier = find_barrier(t, barrier, what, place, true);
-  Mbarrier& b = w.hopper->barriers[load.barrier];
-  load.phase = b.phase;
-  if (b.offset / WINDOW_BYTES != load.box.offset / WINDOW_BYTES)
-    report(std::string(what) + " by " + who(t) + ": its destination and its mbarrier are in different blocks, " +
-           where(place));
-  if (t.checking)
-    shared_write(t, load.box.offset, bytes, epoch_of(b.agent, b.clock), "overwrites by st.async", 0, place.pc);
-  memcpy(w.window + load.box.offset, value, bytes);
-  w.sleeps = 0;
-  b.bytes -= bytes;
-  end_phase(w, load.barrier, &load);
-}
-
 // Each thread arrives once and waits once a turn. What came before the arrivals is known after the wait.
 void cluster_arrive(bool release, Site site) {
   const Place place = PLACE;

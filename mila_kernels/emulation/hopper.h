@@ -72,7 +72,6 @@ uint32_t cluster_blocks();
 void cluster_arrive(bool release, Site site);
 void cluster_wait(Site site);
 uint32_t mapa(uint32_t address, uint32_t block, Site site);
-void store_async(uint32_t destination, const void* value, uint32_t bytes, uint32_t barrier, Site site);
 void* cluster_pointer(uint32_t address, unsigned bytes, bool write, Site site);
 void setmaxnreg(int registers, bool more, Site site);
 bool elect(unsigned mask, Site site);

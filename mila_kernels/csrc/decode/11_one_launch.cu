@@ -4,8 +4,13 @@
 //   zero again afterwards.
 // Prediction: 16 heads on 1 leave 15 partial results of 32 KB in place of 132, and no second launch: 4 to 5 us less at
 //   any length; with 2 rows 2 us less.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: H200, 2026-11-29, 16 heads on 1, 4K / 32K / 128K keys 12.4 / 27.7 / 73.7 us, E4M3 10.8 / 21.5 / 45.7; 8 heads
+//   on 4, 28K 73.2 (clusters of 4: 61.5, of 2: 65.0, of 1: 83.7), batch 16 844. Two other forms measured: O read out of
+//   the other blocks' shared memory, 16 clusters of 8: 19.4 / 37.6 / 95.2; the same with fewer clusters was not tried.
+// Verdict: kept for more than 8 rows: 3 to 5 us faster than 10. With 2 rows it is slower. The GPU runs 15 clusters of 8 at
+//   once, not 16: the 16th waited for all others, which doubled the time of the first form; the launcher asks now. Of the
+//   12.4 us, 1.2 find the work, 2.2 bring the first tile, 1.5 are the way through the cluster, 0.9 a fence and a
+//   counter, and 2.9 the last block's merge.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
@@ -15,7 +20,6 @@
 constexpr int TILE_BYTES = 32 * 1024, RING_BYTES = 160 * 1024;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
 constexpr int CONSUMERS = 1;     // named barrier of the warps that multiply
-constexpr int AT_ONCE = 16;      // partial results that a thread of the merge has on the way
 
 template <int HS>
 constexpr int WARPS = HS / 16 < 8 ? HS / 16 : 8;
@@ -38,11 +42,11 @@ struct Work {
 template <typename G, int NT>
 struct Smem {
   alignas(1024) Tile<G> stages[STAGES<G>];
-  float4 received[G::WARPS * G::M_TILES * NT * WARP];  // accumulators of the cluster's blocks, those of one after another
+  float4 received[G::WARPS * G::M_TILES * NT][WARP];  // accumulators of the cluster's blocks, those of one after another
   QueryRows<G, NT> queries;
   float s[G::PARTS][8 * NT][G::Bc + 4];
   alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
-  float4 totals[MAX_CLUSTER][4 * NT];  // of two rows each
+  alignas(16) Partial totals[MAX_CLUSTER][8 * NT];
   float rescale[8 * NT];
   Work work[2];  // of this piece and the next: the producer finds them
   int lost[STAGES<G>];
@@ -60,126 +64,137 @@ DEVICE Work find_work(const DecodeArgs& args, Piece piece) {
           {max(seen.begin, piece.first * G::Bc), min(seen.end, piece.last * G::Bc)}};
 }
 
-// How a cluster's blocks share the merge: each has the columns of some of the warps. An item of it is an accumulator's two
-// rows by two columns; rows that are no query's have none.
-template <typename G>
-struct Slices {
-  int rank, blocks, warps, pairs, count;  // warps: of a block; pairs: of rows; count: items of a block
-
-  DEVICE explicit Slices(const DecodeArgs& args)
-      : rank(cluster_ctarank()), blocks(cluster_nctarank()), warps(G::WARPS >> (__ffs(blocks) - 1)),
-        pairs((slot_rows(args) + 1) / 2), count(warps * G::M_TILES * 8 * pairs) {}
-
-  DEVICE int item(int warp, int m, int g, int pair) const {
-    return (((warp & (warps - 1)) * G::M_TILES + m) * 8 + g) * pairs + pair;
-  }
-};
-
-// Of two rows: sums with what they are relative to, {reference, sum} of the first, then of the second; O in two columns
-// as an accumulator has it.
+// Two rows of O, in two columns, as an accumulator has them, and what their sums are relative to: {reference, sum} of
+// the first row, then of the second.
 struct RowPair {
-  float4 totals, o;
-};
-
-// What n blocks or pieces have found of an item, added up in their order.
-template <int AT_ONCE>
-DEVICE RowPair add_up(const float4* totals, int totals_stride, const float4* parts, int parts_stride, int n) {
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, o[4] = {};
-#pragma unroll 1
-  for (int first = 0; first < n; first += AT_ONCE) {
-    float4 t[AT_ONCE], part[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      t[i] = {-INFINITY, 0.0f, -INFINITY, 0.0f};
-      part[i] = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (first + i < n) {
-        t[i] = totals[(first + i) * totals_stride];
-        part[i] = parts[static_cast<int64_t>(first + i) * parts_stride];
-      }
-    }
+
+  template <int N>
+  DEVICE void add(const float4 (&totals)[N], const float4 (&parts)[N]) {
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float new_top = top[r];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) new_top = fmaxf(new_top, r ? t[i].z : t[i].x);
+      for (int i = 0; i < N; ++i) new_top = fmaxf(new_top, r ? totals[i].z : totals[i].x);
       shift[r] = new_top == -INFINITY ? 0.0f : new_top;
       const float own = ex2_approx_ftz(top[r] - shift[r]);
       top[r] = new_top;
-      sum[r] *= own, o[r] *= own, o[r + 2] *= own;
+      sum[r] *= own;
+      o[r] *= own;
+      o[r + 2] *= own;
     }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const float weight[2] = {ex2_approx_ftz(t[i].x - shift[0]), ex2_approx_ftz(t[i].z - shift[1])};
-      sum[0] += weight[0] * t[i].y, sum[1] += weight[1] * t[i].w;
-      o[0] += weight[0] * part[i].x, o[1] += weight[1] * part[i].y;
-      o[2] += weight[0] * part[i].z, o[3] += weight[1] * part[i].w;
+    for (int i = 0; i < N; ++i) {
+      const float first = ex2_approx_ftz(totals[i].x - shift[0]), second = ex2_approx_ftz(totals[i].z - shift[1]);
+      sum[0] += first * totals[i].y;
+      sum[1] += second * totals[i].w;
+      o[0] += first * parts[i].x;
+      o[1] += second * parts[i].y;
+      o[2] += first * parts[i].z;
+      o[3] += second * parts[i].w;
     }
   }
-  return {{top[0], sum[0], top[1], sum[1]}, {o[0], o[1], o[2], o[3]}};
-}
+};
 
 template <typename G>
-DEVICE void store_pair(const DecodeArgs& args, const Work& work, int pair, int column, int next, const RowPair& total) {
-#pragma unroll 1
+DEVICE void store_rows(const DecodeArgs& args, const Work& work, int row, int column, int next, const RowPair& total) {
+#pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = work.first_row + 2 * pair + r;
-    if (row > work.last_row) return;
-    const int token = row_token(args, row), head = row_head(args, work.kv_head, row);
-    const Partial own = r ? Partial{total.totals.z, total.totals.w} : Partial{total.totals.x, total.totals.y};
-    const RowEnd end = end_row(args, work.kv_head, head, own);
-    const float x = (r ? total.o.y : total.o.x) * end.factor, y = (r ? total.o.w : total.o.z) * end.factor;
+    const int own = work.first_row + row + r;
+    if (own > work.last_row) return;
+    const int token = row_token(args, own), head = row_head(args, work.kv_head, own);
+    const RowEnd end = end_row(args, work.kv_head, head, {total.top[r], total.sum[r]});
     const int64_t o = query_offset(args, args.o_stride, work.piece.batch, token, head);
     if constexpr (std::is_same_v<typename G::KV, e4m3>) {
-      store_output(args.o, o + column, args.dtype, float2{x, y});
+      store_output(args.o, o + column, args.dtype, float2{total.o[r] * end.factor, total.o[r + 2] * end.factor});
     } else {
-      store_output(args.o, o + column, args.dtype, x);
-      store_output(args.o, o + next, args.dtype, y);
+      store_output(args.o, o + column, args.dtype, total.o[r] * end.factor);
+      store_output(args.o, o + next, args.dtype, total.o[r + 2] * end.factor);
     }
     if (column == 0) store_lse(args, work.piece.batch, token, head, end.lse);
   }
 }
 
-// Adds up what the cluster's blocks have sent here; then, in the last block to come, what all pieces of the item have
-// left in memory.
+// Adds up what the cluster's blocks have sent here, then what all pieces of the item have left in memory.
 template <typename G, int NT>
-DEVICE void merge_slice(Smem<G, NT>& smem, const DecodeArgs& args, const Work& work) {
-  const Slices<G> own(args);
-  const int64_t piece_items = own.blocks * own.count, first = own.rank * own.count;
-  float4* totals = reinterpret_cast<float4*>(args.partial_sum);
-  float4* parts = reinterpret_cast<float4*>(args.partial_o);
-  const float4 *from_totals = &smem.totals[0][0], *from_parts = smem.received;
-  int totals_stride = 4 * NT, parts_stride = own.count, n = own.blocks;
+DEVICE void merge_columns(Smem<G, NT>& smem, const DecodeArgs& args, const Work& work) {
+  constexpr int FRAGMENTS = G::M_TILES * NT, AT_ONCE = 8;
+  const int rank = cluster_ctarank(), blocks = cluster_nctarank(), rows = slot_rows(args);
+  const int warps = G::WARPS >> (__ffs(blocks) - 1), count = warps * FRAGMENTS * WARP;  // of each block
+  const float4* received = &smem.received[0][0];
+  Partial* partials = reinterpret_cast<Partial*>(args.partial_sum);
+  float2* partial_o = reinterpret_cast<float2*>(args.partial_o);
+
+  // f(row, warp, m, g, i): rows `row` and the next of tile m of a warp's columns
+  auto each = [&](auto f) {
 #pragma unroll 1
-  for (bool last = false;; last = true) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < own.count; i += G::THREADS) {
-      const int place = static_cast<uint32_t>(i) / static_cast<uint32_t>(own.pairs), pair = i - place * own.pairs;
-      const RowPair total = add_up<AT_ONCE>(from_totals + pair, totals_stride, from_parts + i, parts_stride, n);
-      if (last) {
-        const int g = place % 8, m = place / 8 % G::M_TILES, warp = own.rank * own.warps + place / 8 / G::M_TILES;
-        store_pair<G>(args, work, pair, value_column<G>(warp, m, g, 0), value_column<G>(warp, m, g, 1), total);
-      } else {
-        parts[work.piece.slot * piece_items + first + i] = total.o;
-        if (place == 0) totals[work.piece.slot * own.pairs + pair] = total.totals;  // every block notes the same
-      }
+    for (int i = threadIdx.x; i < count; i += G::THREADS) {
+      const int lane = i % WARP, fragment = i / WARP % FRAGMENTS, warp = rank * warps + i / (WARP * FRAGMENTS);
+      const int row = fragment % NT * 8 + lane % 4 * 2;
+      if (row < rows) f(row, warp, fragment / NT, lane / 4, i);
     }
-    if (last) return;
-    bar_sync(CONSUMERS, G::THREADS);
-    if (threadIdx.x == 0) {
-      const int items = args.kv_heads * ceil_div(row_count(args), ROWS);
-      int32_t* arrivals = args.arrivals + (work.piece.batch * items + work.piece.item) * MAX_CLUSTER + own.rank;
-      fence_acq_rel_gpu();  // for the whole block: the barrier came before
-      smem.last = atomicAdd(arrivals, 1) == work.slots.y - 1;
-      if (smem.last) *arrivals = 0;
-      fence_acq_rel_gpu();
+  };
+  auto finish = [&](int row, int warp, int m, int g, const RowPair& total) {
+    store_rows<G>(args, work, row, value_column<G>(warp, m, g, 0), value_column<G>(warp, m, g, 1), total);
+  };
+
+  each([&](int row, int warp, int m, int g, int i) {
+    float4 totals[MAX_CLUSTER], parts[MAX_CLUSTER];
+#pragma unroll
+    for (int block = 0; block < MAX_CLUSTER; ++block) {
+      const bool there = block < blocks;
+      totals[block] = there ? *reinterpret_cast<const float4*>(&smem.totals[block][row])
+                            : float4{-INFINITY, 0.0f, -INFINITY, 0.0f};
+      parts[block] = there ? received[block * count + i] : float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
-    bar_sync(CONSUMERS, G::THREADS);
-    if (!smem.last) return;
-    from_totals = totals + work.slots.x * own.pairs, totals_stride = own.pairs;
-    from_parts = parts + work.slots.x * piece_items + first, parts_stride = piece_items;
-    n = work.slots.y;
+    RowPair total;
+    total.add(totals, parts);
+    if (work.slots.y == 1) return finish(row, warp, m, g, total);
+    const int64_t at = static_cast<int64_t>(work.piece.slot) * rows + row;
+    const int64_t pair = at * (G::HS / 2) + warp * (G::DIMS / 2) + m * 8 + g;
+    const bool first = i < NT * WARP && g == 0;  // of the block: every block notes the sums for its columns
+    partial_o[pair] = {total.o[0], total.o[2]};
+    if (first) partials[at] = {total.top[0], total.sum[0]};
+    if (row + 1 >= rows) return;
+    partial_o[pair + G::HS / 2] = {total.o[1], total.o[3]};
+    if (first) partials[at + 1] = {total.top[1], total.sum[1]};
+  });
+  if (work.slots.y == 1) return;
+
+  bar_sync(CONSUMERS, G::THREADS);
+  if (threadIdx.x == 0) {
+    const int items = args.kv_heads * ceil_div(row_count(args), ROWS);
+    int32_t* arrivals = args.arrivals + (work.piece.batch * items + work.piece.item) * MAX_CLUSTER + rank;
+    __threadfence();  // for the whole block: the barrier came before
+    smem.last = atomicAdd(arrivals, 1) == work.slots.y - 1;
+    if (smem.last) *arrivals = 0;
+    __threadfence();
   }
+  bar_sync(CONSUMERS, G::THREADS);
+  if (!smem.last) return;
+  each([&](int row, int warp, int m, int g, int) {
+    const bool two = row + 1 < rows;
+    RowPair total;
+#pragma unroll 1
+    for (int first = 0; first < work.slots.y; first += AT_ONCE) {
+      float4 totals[AT_ONCE], parts[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        totals[j] = {-INFINITY, 0.0f, -INFINITY, 0.0f};
+        parts[j] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (first + j >= work.slots.y) continue;
+        const int64_t at = static_cast<int64_t>(work.slots.x + first + j) * rows + row;
+        const int64_t pair = at * (G::HS / 2) + warp * (G::DIMS / 2) + m * 8 + g;
+        const Partial a = partials[at], b = two ? partials[at + 1] : Partial{-INFINITY, 0.0f};
+        const float2 o = partial_o[pair], next = two ? partial_o[pair + G::HS / 2] : float2{0.0f, 0.0f};
+        totals[j] = {a.reference, a.sum, b.reference, b.sum};
+        parts[j] = {o.x, next.x, o.y, next.y};
+      }
+      total.add(totals, parts);
+    }
+    finish(row, warp, m, g, total);
+  });
 }
 
 template <typename G, int NT>
@@ -296,30 +311,28 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     release();
   }
 
-  // Each warp's columns go to one block of the cluster; the sums of its rows to all. Who gets them counts the bytes.
-  const Slices<G> slices(args);
-  const uint32_t o_ready = smem_u32(&smem.o_ready);
-  if (threadIdx.x == 0)
-    mbarrier_arrive_expect_tx(o_ready, slices.blocks * (slices.count * sizeof(float4) + 8 * NT * sizeof(Partial)));
+  // Each warp's columns go to one block of the cluster; the sums of its rows to all.
   row_sum = warp_sum<LANES>(row_sum);
   if (lane % LANES < blocks) {
-    Partial* totals = reinterpret_cast<Partial*>(smem.totals[rank]) + own_row;
-    st_async_v2_f32(mapa_shared_cluster(smem_u32(totals), lane % LANES), {row_max - TOP, lost ? NAN : row_sum},
-                    mapa_shared_cluster(o_ready, lane % LANES));
+    const uint32_t there = mapa_shared_cluster(smem_u32(&smem.totals[rank][own_row]), lane % LANES);
+    st_shared_cluster_u32(there, __float_as_uint(row_max - TOP));
+    st_shared_cluster_u32(there + 4, __float_as_uint(lost ? NAN : row_sum));
   }
-  const int to = warp >> (__ffs(slices.warps) - 1);
-  const uint32_t there = mapa_shared_cluster(smem_u32(&smem.received[rank * slices.count]), to);
-  const uint32_t counter = mapa_shared_cluster(o_ready, to);
+  const int warps = G::WARPS >> (__ffs(blocks) - 1), to = warp >> (__ffs(warps) - 1);
+  float4* o_smem = smem.received[(rank * warps + warp % warps) * G::M_TILES * NT];
+  const uint32_t there = mapa_shared_cluster(smem_u32(&o_smem[lane]), to);
 #pragma unroll
   for (int m = 0; m < G::M_TILES; ++m)
 #pragma unroll
     for (int n = 0; n < NT; ++n)
-      if (n * 4 + t < slices.pairs)
-        st_async_v4_f32(there + slices.item(warp, m, g, n * 4 + t) * sizeof(float4),
-                        {o_regs[m][n][0], o_regs[m][n][1], o_regs[m][n][2], o_regs[m][n][3]}, counter);
-  mbarrier_wait_cluster(o_ready, turn & 1);
+      if (n * 8 + 2 * t < slot_rows(args))
+        st_shared_cluster_v4_f32(there + (m * NT + n) * WARP * sizeof(float4),
+                                 {o_regs[m][n][0], o_regs[m][n][1], o_regs[m][n][2], o_regs[m][n][3]});
+  __syncwarp();
+  if (lane < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(smem_u32(&smem.o_ready), lane));
+  mbarrier_wait_cluster(smem_u32(&smem.o_ready), turn & 1);
   mbarrier_wait(smem_u32(&smem.slots_full[turn & 1]), turn >> 1 & 1);
-  merge_slice<G, NT>(smem, args, work);
+  merge_columns<G, NT>(smem, args, work);
   if (!work.more) return;
   // Nobody may send the next piece's before all have read these.
   __syncwarp();
@@ -368,10 +381,7 @@ DEVICE void prepare(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
     mbarrier_init(smem_u32(&smem.work_empty[lane]), G::WARPS);
     mbarrier_init(smem_u32(&smem.slots_full[lane]), 1);
   }
-  if (lane == 0) {
-    mbarrier_init(smem_u32(&smem.o_ready), 1);
-    mbarrier_init(smem_u32(&smem.o_done), G::WARPS * blocks);
-  }
+  if (lane < 2) mbarrier_init(smem_u32(lane == 0 ? &smem.o_ready : &smem.o_done), G::WARPS * blocks);
   fence_mbarrier_init();
   __syncwarp();
 }

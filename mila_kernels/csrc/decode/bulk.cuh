@@ -46,32 +46,57 @@ struct Ring {
 
 // ---- the producer ----------------------------------------------------------------------------------------------------
 
+// How a tile comes: in `parts` of a page's rows, each in one box or in one for every column, a lane a box.
+template <typename G>
+struct Boxes {
+  static constexpr int COLUMNS = G::CHUNKS / SPAN<G>;
+  int shift, rows, log_parts, parts, columns;  // shift: log2 of the page size
+
+  DEVICE explicit Boxes(const DecodeArgs& args)
+      : shift(args.page_table ? args.page_shift : 30), rows(min(G::Bc, 1 << shift)),
+        log_parts(__ffs(G::Bc) - __ffs(rows)), parts(1 << log_parts), columns(parts == 1 ? 1 : COLUMNS) {}
+
+  // The first position of a part of one of the next tiles: as many tiles as the lanes can look up pages of at once.
+  DEVICE int position(int tile, int step) const {
+    const int lane = threadIdx.x % WARP, next = lane >> log_parts;
+    return (tile + next * step) * G::Bc + (lane & (parts - 1)) * rows;
+  }
+};
+
+// The lane's entry of the page table for the first tiles, wherever the sequence may end: who needs it looks at it.
+template <typename G>
+DEVICE int early_page(const DecodeArgs& args, int batch, int tile, int step) {
+  const Boxes<G> boxes(args);
+  const int entry = boxes.position(tile, step) >> boxes.shift;
+  return entry < args.capacity >> boxes.shift ? args.page_table[batch * args.page_table_stride + entry] : -1;
+}
+
 // The tiles first, first + step, ... below `last` of one piece, by one warp. `keys` are those that are read; parts of a
-// tile without any arrive as zeros, and their table entries are not looked at.
+// tile without any arrive as zeros, and their table entries are not looked at. `page`: of early_page, if there is one.
 template <typename G, typename Smem, typename Stages>
 DEVICE void copy_tiles(Smem& smem, Stages& ring, const CUtensorMap& k_map, const CUtensorMap& v_map,
-                       const DecodeArgs& args, int batch, int kv_head, int first, int last, int step, KeyRange keys) {
+                       const DecodeArgs& args, int batch, int kv_head, int first, int last, int step, KeyRange keys,
+                       bool early = false, int page = 0) {
   using KV = typename G::KV;
-  constexpr int Bc = G::Bc, COLUMNS = G::CHUNKS / SPAN<G>, NO_PAGE = -1, LOST_PAGE = -2;
-  const int lane = threadIdx.x % WARP;
-  const int shift = args.page_table ? args.page_shift : 31, rows = shift < 31 ? min(Bc, 1 << shift) : Bc;
-  const int parts = Bc / rows, columns = parts == 1 ? 1 : COLUMNS, boxes = parts * columns;
-  const int ahead = WARP / parts;  // tiles whose pages the lanes hold
-  const int part = lane / columns, column = lane % columns;
+  constexpr int Bc = G::Bc, NO_PAGE = -1, LOST_PAGE = -2;
+  const Boxes<G> cut(args);
+  const int lane = threadIdx.x % WARP, shift = cut.shift, rows = cut.rows, parts = cut.parts;
+  const int ahead = WARP >> cut.log_parts, boxes = parts * cut.columns;
+  const int part = parts == 1 ? lane : lane / cut.COLUMNS, column = parts == 1 ? 0 : lane % cut.COLUMNS;
   const uint32_t offset = (column * Bc + part * rows) * SPAN<G> * 16;
 
-  int page = batch;
+  if (!args.page_table) page = batch;
   for (int tile = first, n = 0; tile < last; tile += step, n = n + 1 < ahead ? n + 1 : 0) {
     if (args.page_table && n == 0) {
-      const int begin = (tile + lane / parts * step) * Bc + lane % parts * rows;
-      page = NO_PAGE;
-      if (begin < keys.end && begin + rows > keys.begin) {
-        const int entry = begin >> shift;
-        page = args.page_table[batch * args.page_table_stride + entry];
-        if (page < 0 || page >= args.pages) {
-          report(args, FAULT_PAGE, batch, entry);
-          page = LOST_PAGE;
-        }
+      const int begin = cut.position(tile, step), entry = begin >> shift;
+      const bool live = begin < keys.end && begin + rows > keys.begin;
+      if (!early && live) page = args.page_table[batch * args.page_table_stride + entry];
+      early = false;
+      if (!live) {
+        page = NO_PAGE;
+      } else if (page < 0 || page >= args.pages) {
+        report(args, FAULT_PAGE, batch, entry);
+        page = LOST_PAGE;
       }
     }
     const int own_page = __shfl_sync(ALL_LANES, page, (n * parts + part) % WARP);

@@ -41,9 +41,10 @@ struct Schedule {
   int total;         // tiles of all items
   int blocks, each, more;  // a block has `each` tiles, the first `more` blocks one more
 
-  // `min_tiles`: a power of two.
-  DEVICE explicit Schedule(const DecodeArgs& args, int min_tiles = MIN_TILES)
+  // `min_tiles`: a power of two. One that is not needed is not worked out.
+  DEVICE explicit Schedule(const DecodeArgs& args, int min_tiles = MIN_TILES, bool needed = true)
       : args(args), items(args.kv_heads * ceil_div(row_count(args), ROWS)) {
+    if (!needed) return;
     const int lane = threadIdx.x % WARP;
     if (args.batch == 1) {  // nothing to add up: every lane has it
       counts = upto = tile_count(0) * items;

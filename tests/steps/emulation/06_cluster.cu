@@ -58,17 +58,17 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ CUte
   // Words to the other block, by stores and by a copy.
   const uint32_t word = smem_u32(&smem.words[thread % COLUMNS]);
   if (thread < COLUMNS / 2) st_shared_cluster_u32(mapa_shared_cluster(word, other), rank * 100 + thread);
-  const uint32_t arrived = smem_u32(&smem.arrived), there = mapa_shared_cluster(word, other);
-  const float sent = rank * 100 + thread;  // the words 16 to 31 by stores that count
-  if (thread == 16 || thread == 20)
-    st_async_v4_f32(there, {sent, sent + 1, sent + 2, sent + 3}, mapa_shared_cluster(arrived, other));
-  if (thread >= 24 && thread < COLUMNS && thread % 2 == 0)
-    st_async_v2_f32(there, {sent, sent + 1}, mapa_shared_cluster(arrived, other));
+  if (thread >= COLUMNS / 2 && thread < COLUMNS && thread % 4 == 0)
+    st_shared_cluster_v4_f32(mapa_shared_cluster(word, other), {__uint_as_float(rank * 100 + thread),
+                                                                __uint_as_float(rank * 100 + thread + 1),
+                                                                __uint_as_float(rank * 100 + thread + 2),
+                                                                __uint_as_float(rank * 100 + thread + 3)});
   for (int i = thread; i < 256; i += THREADS) smem.sent[i] = rank * 1000 + i;
   fence_proxy_async_shared();  // the copy may read them
   __syncthreads();
   if (thread == 0) {
-    mbarrier_arrive_expect_tx(arrived, sizeof(smem.received) + 64);
+    const uint32_t arrived = smem_u32(&smem.arrived);
+    mbarrier_arrive_expect_tx(arrived, sizeof(smem.received));
     cp_async_bulk_s2s(mapa_shared_cluster(smem_u32(smem.received), other), smem_u32(smem.sent), sizeof(smem.sent),
                       mapa_shared_cluster(arrived, other));
   }
@@ -80,11 +80,8 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ CUte
   const float own_words[4] = {own.x, own.y, own.z, own.w};
   for (int i = 0; i < 4; ++i)
     out[COLUMNS + 4 * thread + i] = smem.received[4 * thread + i] & __float_as_uint(own_words[i]);
-  if (thread < COLUMNS / 2) {
-    out[thread] = smem.words[thread] + 65536 * ld_shared_cluster_u32(there);
-  } else if (thread < COLUMNS) {  // only who waits for the mbarrier there knows what has come
-    out[thread] = static_cast<uint32_t>(__uint_as_float(smem.words[thread])) + 65536 * static_cast<uint32_t>(sent);
-  }
+  if (thread < COLUMNS)
+    out[thread] = smem.words[thread] + 65536 * ld_shared_cluster_u32(mapa_shared_cluster(word, other));
   barrier_cluster_arrive_relaxed();
   barrier_cluster_wait();  // nobody reads here any more
 }
