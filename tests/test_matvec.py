@@ -155,6 +155,30 @@ def test_x_that_does_not_fit_shared_memory_comes_in_parts(step: str, device: tor
     assert rel_l2(y, reference.matvec(x, w.dequantize(torch.float64))) <= bound(y)
 
 
+# n, k: several tiles a warp in one block each, clusters of two with one round and with two. Emulation
+# runs no larger cluster of so many threads.
+@pytest.mark.parametrize("n, k", [(1201, 384), (200, 3840), (390, 3840)])
+@pytest.mark.parametrize("m, dtype", [(16, BF16), (11, BF16), (7, FP16), (16, FP16)])
+def test_many_columns_a_tile_per_warp(n: int, k: int, m: int, dtype: torch.dtype) -> None:
+    w, x = quantize_fp4(random((n, k), 1) / k**0.5, scale_dtype=BF16), random((m, k), 2, dtype)
+    want = reference.matvec(x, w.dequantize(torch.float64))
+    x[1, 5] = 2.0**40 if dtype == BF16 else 6e4  # too large to be scaled
+    step = "matvec_fp4/13_tile_per_warp"
+    y = matvec(step, x, w)
+    rest = [i for i in range(m) if i != 1]
+    assert rel_l2(y[rest], want[rest]) <= bound(y)
+    assert rel_l2(y[1:2], reference.matvec(x[1:2], w.dequantize(torch.float64))) <= bound(y)
+    assert torch.equal(y, matvec(step, x, w, chained=True))
+
+
+@pytest.mark.parametrize("n, k", [(700, 256), (200, 3840)])
+def test_many_columns_in_check_mode(n: int, k: int) -> None:
+    w, x = quantize_fp4(random((n, k), 1)), random((16, k), 2, BF16)
+    want = matvec("matvec_fp4/13_tile_per_warp", x, w)
+    with build.emulation(check=True, seed=1):
+        assert torch.equal(matvec("matvec_fp4/13_tile_per_warp", x, w), want)
+
+
 @pytest.mark.parametrize("name", ["matvec_fp4", "matvec_fp8"])
 def test_every_number_of_rows(name: str, device: torch.device) -> None:
     w = quantize(name, random((32, 256), 1)).to(device)

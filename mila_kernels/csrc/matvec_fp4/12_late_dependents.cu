@@ -6,9 +6,9 @@
 //   well, and slower: two blocks a multiprocessor 40.6; blocks small enough that two launches share one 58.0, since
 //   they then come to lie unevenly; the next weight's first 8 MB prefetched into L2 42.2; the whole chain in one
 //   launch, with a ring of weights in shared memory that runs ahead over the borders and a barrier of all blocks between
-//   two matvecs, 37.1 (69.6%), whether the ring held 64 or 128 KB.
-// Verdict: Kept: 4% of a chain, against the prediction. 93% was the aim. That 128 KB a multiprocessor in flight at the border
-//   gain nothing over 64 says that the border does not starve the memory; the ring itself, with 2.3 instructions a weight
+//   two matvecs, 37.1 over 12 layers, 2 of them global (69.6%), whether the ring held 74 or 147 KB.
+// Verdict: Kept: 4% of a chain, against the prediction. 93% was the aim. That 147 KB a multiprocessor in flight at the border
+//   gain nothing over 74 says that the border does not starve the memory; the ring itself, with 2.3 instructions a weight
 //   and what it moves through shared memory, is slower alone (18.6 against 17.9 on gate_up) than loads into registers.
 #include "args.cuh"
 
