@@ -291,7 +291,8 @@ def all_recorded(recorded: Path) -> Path:
                 results.append(folder, results.AblationRow(**row))
             if op == "decode":
                 last = steps.steps(op)[-1]
-                for label in knobs.splits([8, 16, 32, 64, 128, 256]) | knobs.capacities([4096, 16384, 65536, 262144]):
+                turned = knobs.splits([8, 16, 32, 64, 128, 256]) | knobs.capacities([4096, 16384, 65536, 262144])
+                for label in (*turned, knobs.EAGER):
                     row = asdict(timed(f"{last.name}{knobs.WITH}{label}", case, 900.0, last.source_sha))
                     results.append(folder, results.AblationRow(**row))
         for step in steps.steps(op):
