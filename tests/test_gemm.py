@@ -81,11 +81,12 @@ def test_activations_are_quantised_inside(step: str, dtype: torch.dtype, device:
     assert rel_l2(y, reference.matvec(x, w.dequantize(torch.float64))) < 6e-2
 
 
-@pytest.mark.parametrize("m", [250, 180, 120])  # tiles of 256, 192 and 128 tokens, by the waves on three SMs
+# Tiles of 256, 192 and 128 tokens, by the waves on three SMs; a wave of 256 and one tile, in halves from step 13 on.
+@pytest.mark.parametrize("m, n", [(250, 384), (180, 384), (120, 384), (250, 512)])
 @pytest.mark.parametrize("k", [128, 384])
 @pytest.mark.parametrize("step", [s for s in OURS if int(s.split("/")[1][:2]) > 10])
-def test_every_tile_size(m: int, k: int, step: str) -> None:
-    w = weight(384, k, 1)
+def test_every_tile_size(m: int, n: int, k: int, step: str) -> None:
+    w = weight(n, k, 1)
     codes, scales = reference.quantize_activations(random((m, k), 2))
     with build.emulation(check=True, seed=m):
         y = gemm_w4a8((codes, scales), w, step=step)

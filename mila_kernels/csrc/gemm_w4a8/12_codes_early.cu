@@ -2,16 +2,16 @@
 //   while this one is multiplied: between two groups' products there is adding and unfolding, no wait for a load.
 // Prediction: a few per cent: an mbarrier's and two loads' latencies in some 1,000 clocks a group. Turns at the tensor
 //   cores, tried beside it, were to bring 93 to 97% busy: both warpgroups' products end together, and both add then.
-// Measured: H200, 2026-11-29, prototypes in one run, at 700 W: gate_up 1024 / 4096 / 8192 1,093 / 1,181 / 1,209 where
-//   11 in tiles of 192 has 1,055 / 1,149 / 1,151, fc_down 1024 / 4096 1,306 / 1,293 (11: 1,236 at 4096) TFLOP/s: 80 to
-//   84% busy at 1,400 to 1,650 MHz. Without the additions 92 to 97%: 1,430 / 1,513 / 1,542 and 1,491 / 1,488.
-// Verdict: kept, 3 to 5% faster than 11. Five other designs were slower: turns by barriers, given after four, three or
-//   two of four products, 70 to 73% busy; three warpgroups in turns 70 to 73; a batch in flight always, over the
-//   groups too, 72 to 79; sums in FP16 (error 1.70e-3) 69 to 72; tensor copies by one of the multiplying warps, which
-//   leaves 255 registers, 39 to 55. What limits all: FFMA takes the tensor cores' clocks. One warpgroup's products are
-//   99.8% busy alone, 99% beside another's LOP3, 46 to 51% beside its FFMA, two in three clocks. The same code with the
-//   compiler's yield flags cleared is 63 to 65% busy, without operand reuse too 55. Yet loops of nothing but products
-//   and additions, two sets of 64 or 96 tokens, are 98 to 99.8% busy: what in the whole kernel differs is open.
+// Measured: H200, 2026-11-29, prototypes in one run, at 700 W and 1,290 to 1,630 MHz: gate_up 1024 / 4096 / 8192
+//   1,028 / 1,130 / 1,123 where 11 in tiles of 192 has 1,000 / 1,086 / 1,086, fc_down 1,246 / 1,171 / 1,145 (11: - /
+//   1,114 / 1,105), 79 to 84% busy; without the additions 92 to 98%, 1,255 / 1,318 / 1,335 and 1,438 / 1,266 / 1,238.
+// Verdict: kept, 3 to 5% faster than 11. Five other designs were not faster: turns by barriers, given after four, three
+//   or two of four products, 69 to 73% busy, with these early loads 78 to 83; three warpgroups in turns 70 to 73; a
+//   batch in flight always, over the groups too, 72 to 79; sums in FP16 (error 1.70e-3) 69 to 72; tensor copies by one
+//   of the multiplying warps, which leaves 255 registers, 39 to 55. What limits all: FFMA takes the tensor cores'
+//   clocks. One warpgroup's products are 99.8% busy alone, 99% beside another's LOP3, 46 to 51% beside its FFMA, two in
+//   three clocks. This code with the compiler's yield flags cleared is 63 to 65% busy, without operand reuse too 55.
+//   Yet loops of products and additions only, two sets of 64 or 96 tokens, are 98 to 99.8% busy: what differs is open.
 // Architectures: sm_90a
 #include "wgmma.cuh"
 

@@ -85,18 +85,21 @@ struct Bias {
 
 // Columns of a warpgroup's 64 x (2 * SIZE) sums times the tokens' scales and `factor`, plus bias, turned into rows of
 // tokens in shared memory: rows of 128 bytes, their 16-byte pieces moved as the tensor copy's swizzle wants them.
-template <typename T, int SIZE>
-DEVICE void to_rows_of_tokens(uint16_t (*y)[64], const float (&sums)[SIZE], const GemmW4a8Args& args, int first_m,
-                              float factor, const Bias<T>& bias) {
+// WHOLE: all these tokens exist, and no address is computed for one.
+template <bool WHOLE, typename T, int SIZE>
+DEVICE void to_rows(uint16_t (*y)[64], const float (&sums)[SIZE], const GemmW4a8Args& args, int first_m, float factor,
+                    const Bias<T>& bias) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, t = lane % 4;
+  const float* scales = args.x_scales + first_m + 2 * t;
+  const int last = args.m - 1 - first_m - 2 * t;
 #pragma unroll
   for (int j = 0; j < SIZE / 4; j += 2) {
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int m = first_m + (j + i) * 8 + 2 * t;
-      const float low = args.x_scales[min(m, args.m - 1)] * factor;
-      const float high = args.x_scales[min(m + 1, args.m - 1)] * factor;
+      const int m = (j + i) * 8;
+      const float low = scales[WHOLE ? m : min(m, last)] * factor;
+      const float high = scales[WHOLE ? m + 1 : min(m + 1, last)] * factor;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         pairs[2 * i + half] = pack2<T>(fmaf(low, sums[(j + i) * 4 + 2 * half], bias.row[half]),
@@ -105,6 +108,14 @@ DEVICE void to_rows_of_tokens(uint16_t (*y)[64], const float (&sums)[SIZE], cons
     const int row = j * 8 + lane % 8 + lane / 16 * 8, piece = warp * 2 + lane / 8 % 2;
     stmatrix_x4_trans(smem_u32(&y[row][(piece ^ row % 8) * 8]), pairs);
   }
+}
+template <typename T, int SIZE>
+DEVICE void to_rows_of_tokens(uint16_t (*y)[64], const float (&sums)[SIZE], const GemmW4a8Args& args, int first_m,
+                              float factor, const Bias<T>& bias) {
+  if (first_m + 2 * SIZE <= args.m)
+    to_rows<true>(y, sums, args, first_m, factor, bias);
+  else
+    to_rows<false>(y, sums, args, first_m, factor, bias);
 }
 
 // A whole tile of a warpgroup, 64 rows of the weight from `first_n` and its tokens from `first_m`, to global memory.
