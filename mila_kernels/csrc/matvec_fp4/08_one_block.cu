@@ -3,9 +3,10 @@
 // Prediction: x is read by half as many blocks; all read the same lines at the same moment, which queue in a few slices of
 //   the L2. Half the bytes in flight, 30 KB a multiprocessor, are just what 4.5 TB/s needs. Short weights and many rows of
 //   x gain, long weights lose a little.
-// Measured: not yet in this form. A prototype with this cut: 17.3 us on gate_up, 11.4 on fc_down, 7.1 on local_qkv, 5.1 on local_o,
-//   125.5 on the lm_head; with two blocks a multiprocessor 17.6, 11.9, 7.5, 5.5 and 120.9 (H200, 2026-11-29).
-// Verdict: Kept for the prototype's figures, which are as predicted.
+// Measured: M = 1: 18.4 us on gate_up (07 in the same run: 18.7), 13.3 on fc_down (13.7), 7.6 on local_qkv (8.1), 5.5 on local_o
+//   (6.1), 127.9 on the lm_head (128.2); gate_up with 8 and 16 rows 22.0 and 30.0 (23.9, 35.6); fc_down with 16 25.3 (32.5)
+//   (H200, 2026-11-29).
+// Verdict: Kept: a little on all shapes, and 15 to 22% with 16 rows of x.
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;

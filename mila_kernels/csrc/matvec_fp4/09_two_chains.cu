@@ -2,8 +2,9 @@
 //   for the one issued right before it.
 // Prediction: a chain of 8 dependent products of about 33 clocks becomes two of 4. With four warps a scheduler the wait
 //   showed: the products cost 0.9 of the 17.3 us of gate_up. 0.3 to 0.5 us less on long weights, less at the end of all.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: no difference beyond the spread: 18.4 us on gate_up, 13.2 on fc_down, 7.6 on local_qkv, 5.6 on local_o, 127.7 on
+//   the lm_head; 08 in the same run 18.4, 13.3, 7.6, 5.5, 127.9 (H200, 2026-11-29).
+// Verdict: Kept, as it costs nothing. Four warps a scheduler hide each other's waits well enough.
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;

@@ -3,8 +3,10 @@
 // Prediction: alone nothing changes. In a chain a start costs about 2 us less, of the 8 to 10 that a kernel of this size
 //   takes: a layer of four matvecs goes from 37 to 30 us. The blocks of two kernels do not fit a multiprocessor together,
 //   so the next one's begin where this one's end.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: alone 18.4 us on gate_up, 13.2 on fc_down, 7.5 on local_qkv, 5.5 on local_o, 127.3 on the lm_head. A prototype of
+//   the same order of wait and start: 10 local layers, each launch fed by the one before, 39.9 us a layer; one after
+//   the other 44.7 (H200, 2026-11-29).
+// Verdict: Kept: 1.2 us a launch less.
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
     griddepcontrol_launch_dependents();
   }
   const auto bring = [&](int pass, auto meanwhile) {
-    return 0x1p126f / bring_x<WHOLE || NT == 1 ? 8 : 2>(args, cut, x_warp, group_of(pass), lane, meanwhile);
+    return 0x1p126f / bring_x<WHOLE ? 8 : NT == 1 ? 4 : 2>(args, cut, x_warp, group_of(pass), lane, meanwhile);
   };
   float restore = bring(0, [&] {
     if (!args.chained) load_first();

@@ -10,6 +10,7 @@
 // Verdict: Kept: 4% of a chain, against the prediction. 93% was the aim. That 147 KB a multiprocessor in flight at the border
 //   gain nothing over 74 says that the border does not starve the memory; the ring itself, with 2.3 instructions a weight
 //   and what it moves through shared memory, is slower alone (18.6 against 17.9 on gate_up) than loads into registers.
+// Spills: a register or two in kernels for more than 8 columns of B, on sm_100a and sm_120.
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
     griddepcontrol_wait();
   }
   const auto bring = [&](int pass, auto meanwhile) {
-    return 0x1p126f / bring_x<WHOLE || NT == 1 ? 8 : 2>(args, cut, x_warp, group_of(pass), lane, meanwhile);
+    return 0x1p126f / bring_x<WHOLE ? 8 : NT == 1 ? 4 : 2>(args, cut, x_warp, group_of(pass), lane, meanwhile);
   };
   float restore = bring(0, [&] {
     if (!args.chained) load_first();

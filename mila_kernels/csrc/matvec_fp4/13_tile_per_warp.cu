@@ -11,6 +11,7 @@
 // Verdict: Kept. Still far from the targets (19 and 11.5): each block brings 123 KB of x in, a quarter of its weights' bytes, and
 //   scales it, before its first product.
 // Architectures: sm_90a sm_100a sm_120
+// Spills: a register or two in kernels for more than 8 columns of B, on sm_100a and sm_120.
 #include "../hopper.cuh"
 #include "args.cuh"
 
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
     griddepcontrol_wait();
   }
   const auto bring = [&](int pass, auto meanwhile) {
-    return 0x1p126f / bring_x<WHOLE || NT == 1 ? 8 : 2>(args, cut, x_warp, group_of(pass), lane, meanwhile);
+    return 0x1p126f / bring_x<WHOLE ? 8 : NT == 1 ? 4 : 2>(args, cut, x_warp, group_of(pass), lane, meanwhile);
   };
   float restore = bring(0, [&] {
     if (!args.chained) load_first();
