@@ -3,8 +3,10 @@
 //   scales in.
 // Prediction: the library's FP8 rate is twice that of BF16 and the scratch half as large: 700 to 850 TFLOP/s. Rounding
 //   scale x value to three bits costs 2.6e-2; a token far smaller than the largest loses its lower bits or vanishes.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: H200, 2026-11-29, all steps in one run, TFLOP/s, tokens quantised anew in the call: gate_up 1024 / 4096 /
+//   8192 682 / 954 / 1,031, fc_down 401 / 502 / 499. Error 3.8e-2.
+// Verdict: kept, as the way that breaks. On gate_up faster than predicted; fc_down has four times the columns to
+//   quantise.
 // Architectures: sm_89 sm_90a sm_100a sm_120
 // Bound: 6e-2, weights and activations are rounded to E4M3 under one scale each
 #include "quantize.cuh"

@@ -3,8 +3,9 @@
 //   codes up in it at once. No scratch: the weight is read as FP4, 4.25 bits each.
 // Prediction: on Ada and consumer Blackwell mma.sync has the FP8 rate, and the scratch's traffic is gone. On Hopper
 //   ptxas makes two conversions and two 16-bit products of it: below the BF16 rate, 200 to 300 TFLOP/s.
-// Measured: not yet.
-// Verdict: not yet.
+// Measured: H200, 2026-11-29, all steps in one run, TFLOP/s: gate_up 1024 / 4096 148 / 148, fc_down 174 / 156. Error
+//   2.7e-2.
+// Verdict: kept, for sm_89 and sm_120, where it was not measured. On Hopper it is slower still than predicted.
 // Architectures: sm_89 sm_90a sm_120
 // Bound: 4e-2, scale x value is rounded to E4M3
 #include "quantize.cuh"

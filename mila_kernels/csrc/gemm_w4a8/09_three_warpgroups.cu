@@ -2,9 +2,11 @@
 //   tensor cores while one adds. A tile is 192 x 128: 38 bytes a clock from L2 in place of 40.
 // Prediction: 80 to 90% busy.
 // Measured: H200, 2026-11-29, prototype, one run: gate_up 1024 / 4096 / 8192 1,114 / 1,073 / 1,059, fc_down 720 / 1,156
-//   / 1,047 TFLOP/s: 72 to 75% busy.
-// Verdict: slower than batches in flight (10), though faster than two warpgroups with one batch each. fc_down has 20
-//   tiles of 192 rows: 160 at 1024 tokens, two waves of 132. A thread has 160 registers: no room for a second batch.
+//   / 1,047 TFLOP/s: 72 to 75% busy. In this form, in one run of all steps: 1,148 / 1,184 / 1,021 and 776 / 1,206 /
+//   1,177.
+// Verdict: slower than batches in flight (10) at 8192 tokens, though faster than two warpgroups with one batch each.
+//   fc_down has 20 tiles of 192 rows: 160 at 1024 tokens, two waves of 132. A thread has 160 registers: no room for a
+//   second batch.
 // Architectures: sm_90a
 #include "wgmma.cuh"
 

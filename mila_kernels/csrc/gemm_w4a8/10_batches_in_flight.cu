@@ -3,7 +3,8 @@
 // Prediction: a warpgroup leaves the tensor cores empty only once in 128 columns, while it decodes; the other fills
 //   some of that: 80 to 90% busy.
 // Measured: H200, 2026-11-29, prototype, one run: gate_up 1024 / 4096 / 8192 1,069 / 1,158 / 1,180, fc_down 1,149 /
-//   1,139 / 1,145 TFLOP/s: 75 to 79% busy at 1,375 to 1,616 MHz; without the decoding no better (1,040 to 1,132).
+//   1,139 / 1,145 TFLOP/s: 75 to 79% busy at 1,375 to 1,616 MHz; without the decoding no better (1,040 to 1,132). In
+//   this form, in one run of all steps: 1,134 / 1,145 / 1,093 and 1,204 / 1,211 / 1,139.
 // Verdict: kept. The board's 700 W set the clock; sharing the tokens' tile in a cluster of two, by multicast, was
 //   slower (71 to 74% busy), an order enforced between the warpgroups' batches too.
 // Architectures: sm_90a

@@ -3,7 +3,9 @@
 // Prediction: fc_down's 30 tiles of rows make 3.6 waves at 4096 tokens in tiles of 256, so 9% of the SMs' time is idle,
 //   and 5.0 in tiles of 192: 9% faster there and at 8192, the same elsewhere.
 // Measured: H200, 2026-11-29, prototype in tiles of 192, one run: gate_up 1024 / 4096 / 8192 1,074 / 1,170 / 1,143,
-//   fc_down 784 / 1,237 / 1,223 TFLOP/s: 75 to 80% busy.
+//   fc_down 784 / 1,237 / 1,223 TFLOP/s: 75 to 80% busy. In this form, in one run of all steps: 1,133 / 1,105 / 1,095
+//   and 1,211 / 1,261 / 1,240, local_qkv at 4096 1,205; torch._scaled_mm 1,366 / 1,344 / 1,360 and 1,421 / 1,495 /
+//   1,445.
 // Verdict: kept: 8% faster on fc_down from 4096 tokens on.
 // Architectures: sm_90a
 #include "wgmma.cuh"
