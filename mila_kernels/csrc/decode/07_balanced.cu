@@ -1,11 +1,11 @@
-// Change: every block gets the same number of tiles, whatever the lengths: the grid is what fills the device once, and
-//   each block finds its part of the batch's keys from the lengths. Heads and sequences may be cut anywhere.
+// Change: every block gets the same number of tiles, whatever the lengths: the grid is what fills the device once,
+//   and each block finds its part of the batch's keys from the lengths. Heads and sequences may be cut anywhere.
 // Prediction: one long sequence among short ones no longer keeps one block busy while the rest are done, and no wave
 //   of blocks is half empty: a batch takes as long as its sum of lengths. Nothing at equal lengths that divide well.
-// Measured: H200, 2026-11-29, with the launches of the next step: 17.5 us for 8 heads on 4, 4K keys, where 05 takes 17.2;
-//   16 heads on 1: 18.6 us in place of 16.7 at 4K, 83 in place of 80 at 128K. Ragged batches were not timed.
-// Verdict: slower at equal lengths, by 1 to 3 us: finding a block's part is 400 dependent instructions before the first
-//   copy. What later steps build on.
+// Measured: H200, 2026-11-29, with the launches of the next step: 17.5 us for 8 heads on 4, 4K keys, where 05 takes
+//   17.2; 16 heads on 1: 18.6 us in place of 16.7 at 4K, 83 in place of 80 at 128K. Ragged batches were not timed.
+// Verdict: slower at equal lengths, by 1 to 3 us: finding a block's part is 400 dependent instructions before the
+//   first copy. What later steps build on.
 // Predecessor: 05_tensor_cores
 // Alignment: 16
 // Head dims: 64 128 256 512

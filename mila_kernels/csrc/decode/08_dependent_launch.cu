@@ -1,8 +1,9 @@
-// Change: programmatic dependent launch. The merge starts while the last blocks read, and the next call's blocks while
-//   the merge ends: each waits only where it needs what the one before has written.
-// Prediction: two launch latencies of about 1 us each are hidden: 2 us of a call, a tenth at 4K keys, nothing at 3 ms.
-// Measured: H200, 2026-11-29, 16 heads on 1: 18.6 us at 4K keys, 37.2 at 32K, 83.1 at 128K; 05 in the same run 16.7, 34.3
-//   and 80.2. 8 heads on 4, 28K: 63.9 and 63.0.
+// Change: programmatic dependent launch. The merge starts while the last blocks read, and the next call's blocks
+//   while the merge ends: each waits only where it needs what the one before has written.
+// Prediction: two launch latencies of about 1 us each are hidden: 2 us of a call, a tenth at 4K keys, nothing at 3
+//   ms.
+// Measured: H200, 2026-11-29, 16 heads on 1: 18.6 us at 4K keys, 37.2 at 32K, 83.1 at 128K; 05 in the same run 16.7,
+//   34.3 and 80.2. 8 heads on 4, 28K: 63.9 and 63.0.
 // Verdict: slower than 05, together with 07: what the launches gain, the schedule takes. Kept in what follows.
 // Architectures: sm_90a sm_100a sm_120
 // Alignment: 16

@@ -1,11 +1,11 @@
-// Change: small code. Q is read from shared memory again, by 4 warps, so that the loops over keys and columns can stay
-//   rolled; copies, scores and probabilities each stand in the code once.
-// Prediction: a block of a short sequence runs its code once, and the weights of a model that stream between two calls
-//   have thrown it out of the caches: 20 KB of straight code are 160 misses in a row. Half the code saves several
+// Change: small code. Q is read from shared memory again, by 4 warps, so that the loops over keys and columns can
+//   stay rolled; copies, scores and probabilities each stand in the code once.
+// Prediction: a block of a short sequence runs its code once, and the weights of a model that stream between two
+//   calls have thrown it out of the caches: 20 KB of straight code are 160 misses in a row. Half the code saves several
 //   microseconds at 4K keys; at long lengths nothing changes.
 // Measured: H200, 2026-11-29, 16 heads on 1: 19.2 us at 4K keys, 37.7 at 32K, 84.3 at 128K; E4M3 23.1, 52.3, 80.6.
-// Verdict: dropped: 1 to 4 us slower than the step before at every length. Code that has left the caches was not the fixed
-//   cost; rolled loops cost more than they saved.
+// Verdict: dropped: 1 to 4 us slower than the step before at every length. Code that has left the caches was not the
+//   fixed cost; rolled loops cost more than they saved.
 // Architectures: sm_90a sm_100a sm_120
 // Alignment: 16
 // Head dims: 64 128 256 512

@@ -1,13 +1,13 @@
-// Change: the copy engine brings tiles. One warp does nothing but ask for them, up to 160 KB ahead and on into the next
-//   piece; eight warps share each tile, a warp has whole rows of the softmax, and Q stays in registers.
-// Prediction: 05 spends a third of its instructions on addresses, every warp makes the whole softmax, and 60 KB of code
-//   are fetched by 4 warps: with 16 rows of E4M3 it is that, not memory, that takes 83 us at 128K keys. 50 us there;
-//   2 us less at batch 1, where the first tiles are on their way before Q is.
-// Measured: H200, 2026-11-29, one run with 05 (in brackets): 16 heads on 1, 4K / 32K / 128K keys 16.8 / 30.6 / 76.7 us
-//   (16.8 / 34.1 / 80.5), E4M3 13.7 / 25.6 / 50.5 (33.9 / 46.3 / 72.2); 8 heads on 4, 4K / 16K / 28K 15.0 / 38.6 / 61.1
-//   (17.1 / 40.6 / 63.1), E4M3 14.1 / 25.4 / 37.0 (13.5 / 26.1 / 38.3); batch 16, 28K 833 and 427.
-// Verdict: kept: up to 2.5 times faster with E4M3 and 16 rows, 2 to 4 us with BF16. From 32K to 128K keys both read at 95%
-//   of the limit: what is left at batch 1 are 7 us with 2 rows and 15 with 16, whose partial results are 4 MB.
+// Change: the copy engine brings tiles. One warp does nothing but ask for them, up to 160 KB ahead and on into the
+//   next piece; eight warps share each tile, a warp has whole rows of the softmax, and Q stays in registers.
+// Prediction: 05 spends a third of its instructions on addresses, every warp makes the whole softmax, and 60 KB of
+//   code are fetched by 4 warps: with 16 rows of E4M3 it is that, not memory, that takes 83 us at 128K keys. 50 us
+//   there; 2 us less at batch 1, where the first tiles are on their way before Q is.
+// Measured: H200, 2026-11-29, one run with 05 (in brackets): 16 heads on 1, 4K / 32K / 128K keys 16.8 / 30.6 / 76.7
+//   us (16.8 / 34.1 / 80.5), E4M3 13.7 / 25.6 / 50.5 (33.9 / 46.3 / 72.2); 8 heads on 4, 4K / 16K / 28K 15.0 / 38.6 /
+//   61.1 (17.1 / 40.6 / 63.1), E4M3 14.1 / 25.4 / 37.0 (13.5 / 26.1 / 38.3); batch 16, 28K 833 and 427.
+// Verdict: kept: up to 2.5 times faster with E4M3 and 16 rows, 2 to 4 us with BF16. From 32K to 128K keys both read
+//   at 95% of the limit: what is left at batch 1 are 7 us with 2 rows and 15 with 16, whose partial results are 4 MB.
 // Predecessor: 08_dependent_launch
 // Architectures: sm_90a sm_100a
 // Alignment: 16
@@ -115,7 +115,8 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     }
     const bool masked = tile * Bc < common.begin || tile * Bc + Bc > common.end;
     KeyRange own_keys = common;
-    if (masked) own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
+    if (masked)
+      own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
     float new_max = row_max;
 #pragma unroll
     for (int j = 0; j < OWN_KEYS; ++j) {

@@ -1,15 +1,15 @@
-// Change: the merge in the same launch. The blocks of a cluster share the keys of a head; at their end each warp sends
-//   its columns of O, as they lie in its registers, to the one block of the cluster that adds up those columns. What
-//   clusters have found goes through memory, and the last one to arrive merges it; a counter says who that is, and is
-//   zero again afterwards.
-// Prediction: 16 heads on 1 leave 15 partial results of 32 KB in place of 132, and no second launch: 4 to 5 us less at
-//   any length; with 2 rows 2 us less.
-// Measured: H200, 2026-11-29, 16 heads on 1, 4K / 32K / 128K keys 12.4 / 27.7 / 73.7 us, E4M3 10.8 / 21.5 / 45.7; 8 heads
-//   on 4, 28K 73.2 (clusters of 4: 61.5, of 2: 65.0, of 1: 83.7), batch 16 844. Two other forms measured: O read out of
-//   the other blocks' shared memory, 16 clusters of 8: 19.4 / 37.6 / 95.2; the same with fewer clusters was not tried.
-// Verdict: kept for more than 8 rows: 3 to 5 us faster than 10. With 2 rows it is slower. The GPU runs 15 clusters of 8 at
-//   once, not 16: the 16th waited for all others, which doubled the time of the first form; the launcher asks now. Of the
-//   12.4 us, 1.2 find the work, 2.2 bring the first tile, 1.5 are the way through the cluster, 0.9 a fence and a
+// Change: the merge in the same launch. The blocks of a cluster share the keys of a head; at their end each warp
+//   sends its columns of O, as they lie in its registers, to the one block of the cluster that adds up those columns.
+//   What clusters have found goes through memory, and the last one to arrive merges it; a counter says who that is, and
+//   is zero again afterwards.
+// Prediction: 16 heads on 1 leave 15 partial results of 32 KB in place of 132, and no second launch: 4 to 5 us less
+//   at any length; with 2 rows 2 us less.
+// Measured: H200, 2026-11-29, 16 heads on 1, 4K / 32K / 128K keys 12.4 / 27.7 / 73.7 us, E4M3 10.8 / 21.5 / 45.7; 8
+//   heads on 4, 28K 73.2 (clusters of 4: 61.5, of 2: 65.0, of 1: 83.7), batch 16 844. One other form measured: O read
+//   out of the other blocks' shared memory, 16 clusters of 8: 19.4 / 37.6 / 95.2.
+// Verdict: kept for more than 8 rows: 3 to 5 us faster than 10. With 2 rows it is slower. The GPU runs 15 clusters of
+//   8 at once, not 16: the 16th waited for all others, which doubled the time of the first form; the launcher asks now.
+//   Of the 12.4 us, 1.2 find the work, 2.2 bring the first tile, 1.5 are the way through the cluster, 0.9 a fence and a
 //   counter, and 2.9 the last block's merge.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
@@ -42,7 +42,7 @@ struct Work {
 template <typename G, int NT>
 struct Smem {
   alignas(1024) Tile<G> stages[STAGES<G>];
-  float4 received[G::WARPS * G::M_TILES * NT][WARP];  // accumulators of the cluster's blocks, those of one after another
+  float4 received[G::WARPS * G::M_TILES * NT][WARP];  // accumulators, one block's after another's
   QueryRows<G, NT> queries;
   float s[G::PARTS][8 * NT][G::Bc + 4];
   alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
@@ -256,7 +256,8 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     }
     const bool masked = tile * Bc < common.begin || tile * Bc + Bc > common.end;
     KeyRange own_keys = common;
-    if (masked) own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
+    if (masked)
+      own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
     float new_max = row_max;
 #pragma unroll
     for (int j = 0; j < OWN_KEYS; ++j) {
@@ -399,7 +400,8 @@ DEVICE void produce(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
   for (int turn = 0;; ++turn) {
     Work work = {};
     work.piece.batch = NO_WORK;
-    if (x < end) work = find_work<G>(args, args.automatic ? schedule.piece(unit, x) : split_piece<G::Bc>(args, unit, x));
+    if (x < end)
+      work = find_work<G>(args, args.automatic ? schedule.piece(unit, x) : split_piece<G::Bc>(args, unit, x));
     const Piece& piece = work.piece;
     work.more = x < end;
     mbarrier_wait(smem_u32(&smem.work_empty[turn & 1]), turn >> 1 & 1 ^ 1);

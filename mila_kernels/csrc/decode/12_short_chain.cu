@@ -1,8 +1,9 @@
-// Change: a shorter chain of waits. At batch 1 a cluster's tiles do not depend on the length, so that pages are looked up
-//   and Q is asked for before it is known; a thread of the merge has 16 partial results on the way, not 8. With up to 8
-//   rows partial results are small: they are merged by a second kernel again, which waits beside the first.
-// Prediction: of 12 us at 4K keys, 16 heads on 1, the way to the first tile takes 3.4 us and the end 6.4: 1 us and 1.5
-//   us less, at every length. With 2 rows as 10, less 1 us at batch 1.
+// Change: a shorter chain of waits. At batch 1 a cluster's tiles do not depend on the length, so that pages are
+//   looked up and Q is asked for before it is known; a thread of the merge has 16 partial results on the way, not 8.
+//   With up to 8 rows partial results are small: they are merged by a second kernel again, which waits beside the
+//   first.
+// Prediction: of 12 us at 4K keys, 16 heads on 1, the way to the first tile takes 3.4 us and the end 6.4: 1 us and
+//   1.5 us less, at every length. With 2 rows as 10, less 1 us at batch 1.
 // Measured: not by itself yet; its two forms are those of 10 (8 rows at most) and 11.
 // Verdict: kept: with 16 rows what 11 does, with fewer what 10 does, each with fewer waits one after the other.
 // Architectures: sm_90a sm_100a
@@ -67,8 +68,8 @@ DEVICE Work find_work(const DecodeArgs& args, Piece piece, int step) {
   return {piece, step, length, rows.x, rows.y, min(rows.y + ROWS, row_count(args)) - 1, seen_keys(args, length)};
 }
 
-// With a fixed number of splits, a cluster has every so many tiles of one item: where the first ones lie does not depend
-// on the length.
+// With a fixed number of splits, a cluster has every so many tiles of one item: where the first ones lie does not
+// depend on the length.
 template <typename G>
 DEVICE Piece fixed_piece(const DecodeArgs& args, int unit, int blocks) {
   const int items = args.kv_heads * ceil_div(row_count(args), ROWS), index = unit / args.splits;
@@ -76,8 +77,8 @@ DEVICE Piece fixed_piece(const DecodeArgs& args, int unit, int blocks) {
   return {batch, index - batch * items, (unit - index * args.splits) * blocks, 0, unit};
 }
 
-// How a cluster's blocks share the merge: each has the columns of some of the warps. An item of it is an accumulator's two
-// rows by two columns; rows that are no query's have none.
+// How a cluster's blocks share the merge: each has the columns of some of the warps. An item of it is an accumulator's
+// two rows by two columns; rows that are no query's have none.
 template <typename G>
 struct Slices {
   int rank, blocks, warps, pairs, count;  // warps: of a block; pairs: of rows; count: items of a block
@@ -281,7 +282,8 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     }
     const bool masked = tile * Bc < common.begin || tile * Bc + Bc > common.end;
     KeyRange own_keys = common;
-    if (masked) own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
+    if (masked)
+      own_keys = visible_keys(args, work.length, row_token(args, min(work.first_row + own_row, work.last_row)));
     float new_max = row_max;
 #pragma unroll
     for (int j = 0; j < OWN_KEYS; ++j) {

@@ -194,7 +194,8 @@ DEVICE void load_query_rows(QueryRows<G, NT>& queries, const DecodeArgs& args, i
       if (convert)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          words[j] = pack2<fp16>(__uint_as_float(words[j] << 16) * down, __uint_as_float(words[j] & 0xffff0000u) * down);
+          words[j] =
+              pack2<fp16>(__uint_as_float(words[j] << 16) * down, __uint_as_float(words[j] & 0xffff0000u) * down);
       queries.rows[n][chunk ^ (n & 7)] = {words[0], words[1], words[2], words[3]};
     }
   }
