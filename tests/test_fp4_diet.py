@@ -8,7 +8,7 @@ import torch
 from mila_kernels import fp4_diet, linear, reference, shapes, static, steps
 from mila_kernels.token_chain import TokenChain, layer_names, token_chain
 
-FASTEST = "matvec_fp4/10_chained"
+FASTEST = "matvec_fp4/13_tile_per_warp"
 
 
 def test_layers_of_a_token() -> None:
