@@ -1,9 +1,9 @@
 // Change: a shorter chain of waits. At batch 1 a cluster's tiles do not depend on the length, so that pages are
 //   looked up and Q is asked for before it is known; a thread of the merge has 16 partial results on the way, not 8.
 //   With up to 8 rows partial results are small: they are merged by a second kernel again, which waits beside the
-//   first.
+//   first, as the next call's blocks wait beside it.
 // Prediction: of 12 us at 4K keys, 16 heads on 1, the way to the first tile takes 3.4 us and the end 6.4: 1 us and
-//   1.5 us less, at every length. With 2 rows as 10, less 1 us at batch 1.
+//   1.5 us less, at every length. With 2 rows as 10, less 2 us at batch 1.
 // Measured: not by itself yet; its two forms are those of 10 (8 rows at most) and 11.
 // Verdict: kept: with 16 rows what 11 does, with fewer what 10 does, each with fewer waits one after the other.
 // Architectures: sm_90a sm_100a
@@ -566,7 +566,7 @@ const char* launch_rows(DecodeArgs args, cudaStream_t stream) {
   if constexpr (TOGETHER<NT>)
     return launch_dependent_cluster(KERNEL, units * cluster, cluster, THREADS, SMEM, stream, k_map, v_map, args);
   error = launch_dependent(KERNEL, units, THREADS, SMEM, stream, k_map, v_map, args);
-  return error ? error : launch_dependent(merge_pieces<HS, G::Bc>, merge_grid(args), MERGE_WARPS * WARP,
+  return error ? error : launch_dependent(merge_pieces<HS, G::Bc, true>, merge_grid(args), MERGE_WARPS * WARP,
                                           sizeof(MergeSmem), stream, args);
 }
 

@@ -146,8 +146,10 @@ DEVICE Piece split_piece(const DecodeArgs& args, int block, int& x) {
 // Row r of slot s is row s * slot_rows + r of the workspace.
 DEVICE int slot_rows(const DecodeArgs& args) { return min(row_count(args), ROWS); }
 
-template <int HS, int Bc>
+// EARLY: the next call's blocks may take the place of those that have read; they wait for the merge to end.
+template <int HS, int Bc, bool EARLY = false>
 __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge_pieces(const DecodeArgs args) {
+  if constexpr (EARLY) griddepcontrol_launch_dependents();
   const int token = blockIdx.y / args.q_heads, head = blockIdx.y % args.q_heads, batch = blockIdx.z;
   const int kv_head = head / args.group, row = token * args.group + head % args.group;
   const int item = kv_head * ceil_div(row_count(args), ROWS) + row / ROWS;
