@@ -143,7 +143,7 @@ def _cuobjdump_version() -> str:
 
 
 def compile_step(step: Step, arch: str) -> Compiled:
-    """nvcc's log, the PTX and the SASS of a step for an architecture such as ``sm_90a``.
+    """nvcc's log, the PTX and the SASS of a step for an architecture such as ``sm_90a``; host code is compiled too.
 
     ValueError for an architecture that the step does not list, ToolError where a tool is missing or fails.
     """
@@ -152,10 +152,10 @@ def compile_step(step: Step, arch: str) -> Compiled:
     target = f"arch={arch.replace('sm_', 'compute_')},code={arch}"
     with tempfile.TemporaryDirectory(prefix="mila_static_") as folder:
         work = Path(folder)
-        options = ["-gencode", target, "--keep", "--keep-dir", ".", "-cubin", "-o", "step.cubin"]
+        options = ["-gencode", target, "--keep", "--keep-dir", ".", "-c", "-o", "step.o"]
         log = _run([_nvcc(), *FLAGS, *options, step.path.resolve()], cwd=work)
         ptx = next(work.glob("*.ptx")).read_text(encoding="utf-8")
-        sass = _run([_cuobjdump(), "-sass", "step.cubin"], cwd=work)
+        sass = _run([_cuobjdump(), "-sass", "step.o"], cwd=work)
     return Compiled(log, ptx, sass)
 
 

@@ -29,6 +29,10 @@ constexpr __host__ __device__ T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
+// Of a power of two. A function of its own, for an initialiser list stays in what the host compiler sees, and the host
+// has no __ffs.
+DEVICE int log2_exact(int power) { return __ffs(power) - 1; }
+
 DEVICE float to_float(bf16 x) { return __bfloat162float(x); }
 DEVICE float to_float(fp16 x) { return __half2float(x); }
 

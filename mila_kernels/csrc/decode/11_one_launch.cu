@@ -121,7 +121,7 @@ template <typename G, int NT>
 DEVICE void merge_columns(Smem<G, NT>& smem, const DecodeArgs& args, const Work& work) {
   constexpr int FRAGMENTS = G::M_TILES * NT, AT_ONCE = 8;
   const int rank = cluster_ctarank(), blocks = cluster_nctarank(), rows = slot_rows(args);
-  const int warps = G::WARPS >> (__ffs(blocks) - 1), count = warps * FRAGMENTS * WARP;  // of each block
+  const int warps = G::WARPS >> log2_exact(blocks), count = warps * FRAGMENTS * WARP;  // of each block
   const float4* received = &smem.received[0][0];
   Partial* partials = reinterpret_cast<Partial*>(args.partial_sum);
   float2* partial_o = reinterpret_cast<float2*>(args.partial_o);
@@ -319,7 +319,7 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
     st_shared_cluster_u32(there, __float_as_uint(row_max - TOP));
     st_shared_cluster_u32(there + 4, __float_as_uint(lost ? NAN : row_sum));
   }
-  const int warps = G::WARPS >> (__ffs(blocks) - 1), to = warp >> (__ffs(warps) - 1);
+  const int warps = G::WARPS >> log2_exact(blocks), to = warp >> log2_exact(warps);
   float4* o_smem = smem.received[(rank * warps + warp % warps) * G::M_TILES * NT];
   const uint32_t there = mapa_shared_cluster(smem_u32(&o_smem[lane]), to);
 #pragma unroll

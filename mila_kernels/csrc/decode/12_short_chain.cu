@@ -84,7 +84,7 @@ struct Slices {
   int rank, blocks, warps, pairs, count;  // warps: of a block; pairs: of rows; count: items of a block
 
   DEVICE explicit Slices(const DecodeArgs& args)
-      : rank(cluster_ctarank()), blocks(cluster_nctarank()), warps(G::WARPS >> (__ffs(blocks) - 1)),
+      : rank(cluster_ctarank()), blocks(cluster_nctarank()), warps(G::WARPS >> log2_exact(blocks)),
         pairs((slot_rows(args) + 1) / 2), count(warps * G::M_TILES * 8 * pairs) {}
 
   DEVICE int item(int warp, int m, int g, int pair) const {
@@ -355,7 +355,7 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
       st_shared_cluster_u32(there, __float_as_uint(own_total.reference));
       st_shared_cluster_u32(there + 4, __float_as_uint(own_total.sum));
     }
-    const int to = warp >> (__ffs(slices.warps) - 1);
+    const int to = warp >> log2_exact(slices.warps);
     const uint32_t there = mapa_shared_cluster(smem_u32(&smem.received[rank * slices.count]), to);
 #pragma unroll
     for (int m = 0; m < G::M_TILES; ++m)
@@ -491,7 +491,7 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
   using G = Shape<KV, HS, TILE_BYTES, WARPS<HS>>;
   Smem<G, NT>& smem = dynamic_smem<Smem<G, NT>>();
   constexpr int MADE = 2, ALL = G::THREADS + WARP;  // named barrier: the mbarriers are there
-  const int warp = threadIdx.x / WARP, blocks = cluster_nctarank(), unit = blockIdx.x >> (__ffs(blocks) - 1);
+  const int warp = threadIdx.x / WARP, blocks = cluster_nctarank(), unit = blockIdx.x >> log2_exact(blocks);
   if (warp == G::WARPS) {
     prepare<G, NT>(smem, k_map, v_map);
     bar_arrive(MADE, ALL);

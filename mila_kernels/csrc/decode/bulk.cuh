@@ -54,7 +54,7 @@ struct Boxes {
 
   DEVICE explicit Boxes(const DecodeArgs& args)
       : shift(args.page_table ? args.page_shift : 30), rows(min(G::Bc, 1 << shift)),
-        log_parts(__ffs(G::Bc) - __ffs(rows)), parts(1 << log_parts), columns(parts == 1 ? 1 : COLUMNS) {}
+        log_parts(log2_exact(G::Bc / rows)), parts(1 << log_parts), columns(parts == 1 ? 1 : COLUMNS) {}
 
   // The first position of a part of one of the next tiles: as many tiles as the lanes can look up pages of at once.
   DEVICE int position(int tile, int step) const {

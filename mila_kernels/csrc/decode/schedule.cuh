@@ -57,7 +57,7 @@ struct Schedule {
     for (int batch = WARP + lane; batch < args.batch; batch += WARP) rest += tile_count(batch);
     if (args.batch > WARP) rest = lane_sum(rest);
     total = __shfl_sync(ALL_LANES, upto, WARP - 1) + rest * items;
-    blocks = min((total + min_tiles - 1) >> (__ffs(min_tiles) - 1), args.blocks);
+    blocks = min((total + min_tiles - 1) >> log2_exact(min_tiles), args.blocks);
     each = blocks > 0 ? total / blocks : 0;
     more = total - each * blocks;
   }
