@@ -2,11 +2,12 @@
 //   warp asks for its own part of x before the weights and not behind them, and scales it as packed BF16.
 // Prediction: 10 issues 160 instructions a warp before its first load and as many before the first product: with 15 warps
 //   a multiprocessor that is 0.6 us, on short weights as on long ones; x behind 30 KB of weights waits another 0.5.
-// Measured: a prototype of it, M = 1, against 10 in the same hour: gate_up 17.9 us (10: 18.3), fc_down 10.5 (13.0), local_qkv
-//   7.1 (7.5), local_o 5.0 (5.5), global_qk 7.7, global_o 7.1, lm_head 128.4 (127.3) (H200, 2026-11-29). Measured as well, and
-//   not better: two blocks a multiprocessor 17.9, 10.9, 7.4, 5.1; 30 warps with a group each 18.5, 10.8, 7.1, 5.0; x by
-//   cp.async 18.1, 11.3, 7.3, 5.2; adjacent tiles for a block 18.4; words asked for before the products, not after: the same;
-//   bulk prefetches into L2 two rounds ahead 20.2, 14.2, 8.6, 6.3; a ring in shared memory by cp.async 18.6, 12.0, 8.2, 6.3.
+// Measured: H200, 2026-11-29, gate_up, M = 1: 18.2 us, as 10 in the same run (18.1). A prototype of it against 10 in another
+//   run: gate_up 17.9 us (10: 18.3), fc_down 10.5 (13.0), local_qkv 7.1 (7.5), local_o 5.0 (5.5), global_qk 7.7, global_o 7.1,
+//   lm_head 128.4 (127.3). Measured as well, and not better: two blocks a multiprocessor 17.9, 10.9, 7.4, 5.1; 30 warps with a
+//   group each 18.5, 10.8, 7.1, 5.0; x by cp.async 18.1, 11.3, 7.3, 5.2; adjacent tiles for a block 18.4; words asked for before
+//   the products, not after: the same; bulk prefetches into L2 two rounds ahead 20.2, 14.2, 8.6, 6.3; a ring in shared memory by
+//   cp.async 18.6, 12.0, 8.2, 6.3.
 // Verdict: Kept. Clocks of a block on local_o, in the form with cp.async: 6,860, of which 750 until all loads are issued,
 //   2,200 until x is there, 1,200 for the first tile, 2,000 for the second, 700 for the sums. A launch of nothing takes
 //   0.8 us, and reading alone 3.5: what is left is one latency after the other, not instructions.

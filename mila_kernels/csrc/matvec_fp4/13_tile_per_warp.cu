@@ -4,9 +4,10 @@
 // Prediction: at 16 rows of x, 12's warps leave 15 KB of sums for every 31 KB of weights; on fc_down each of 120 blocks reads
 //   all of x, 0.5 MB, together twice the weight's bytes. The sums go, and a block's part of that x shrinks to an eighth:
 //   gate_up 30 to 20 us, fc_down 26 to 12.
-// Measured: a prototype with x by cp.async: M = 16, gate_up 25.3 us against 29.9 with 10, fc_down 16.0 against 25.7 (H200,
-//   2026-11-29). Only 15 clusters of 8 fit its 132 multiprocessors at a time: 16 took 27. Clusters of 4 with half the
-//   warps 22.7; bulk prefetches into L2 28.5 and 18.4; a barrier for each quarter of x 25.7 and 16.5; M = 8 on gate_up this
+// Measured: H200, 2026-11-29: M = 16, gate_up 24.7 us, fc_down 15.8, where 10 had 29.9 and 25.7 in another run. M = 1: gate_up
+//   18.1 us, fc_down 11.4, local_qkv 7.3, local_o 5.2, global_qk 7.9, global_o 7.5, lm_head 130.8; gate_up M = 2, 4, 8: 18.4,
+//   19.2, 20.6. Of prototypes: only 15 clusters of 8 fit its 132 multiprocessors at a time: 16 took 27. Clusters of 4 with half
+//   the warps 22.7; bulk prefetches into L2 28.5 and 18.4; a barrier for each quarter of x 25.7 and 16.5; M = 8 on gate_up this
 //   way 23.8, with the columns split over warps 22.0.
 // Verdict: Kept. Still far from the targets (19 and 11.5): each block brings 123 KB of x in, a quarter of its weights' bytes, and
 //   scales it, before its first product.
