@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -166,7 +167,14 @@ def start(device: str = "auto", gpu: str = "h200", preset: str = "quick", seed: 
     if device == "auto" and not torch.cuda.is_available():
         device = "emulation"  # the session itself says so
     pd.set_option("display.max_colwidth", None)  # a table's sentence is shown whole
+    warnings.formatwarning = _warning  # what a reader needs is the sentence, not the line of ours that says it
     return Session(build.resolve_device(device), gpu, preset, seed, RunWriter())
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"{message}\n"
 
 
 @dataclass(frozen=True)

@@ -463,9 +463,12 @@ def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> int:
     return copied
 
 
+_CHECKOUT = re.compile(r"(?<![\w./])/(?:[^\s/:\"'\\][^/:\"'\\]*/)+(?=mila_kernels/)")
+
+
 def _without_paths(notebook: bytes) -> bytes:
-    """An executed notebook whose papermill metadata names files, not the folders of the machine that ran it."""
-    content = json.loads(notebook)
+    """An executed notebook that names files, not the folders of the machine that ran it: papermill's and warnings'."""
+    content = json.loads(_CHECKOUT.sub("", notebook.decode()))
     marks = content.get("metadata", {}).get("papermill", {})
     for key in ("input_path", "output_path"):
         if isinstance(marks.get(key), str):

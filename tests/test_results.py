@@ -6,6 +6,7 @@ import dataclasses
 import json
 import locale
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -325,7 +326,11 @@ def local_run(root: Path, run_id: str, utc: str, gpu: str = H200, **changes) -> 
     (folder / "figures").mkdir()
     (folder / "figures" / "ladder.svg").write_text("<svg/>")
     (folder / "notebooks").mkdir()
-    notebook = {"cells": [], "metadata": {"papermill": {"input_path": "/home/me/n.ipynb", "output_path": "/x/n.ipynb"}}}
+    said = {"output_type": "stream", "name": "stderr", "text": ["/home/me/my work/src/mila_kernels/bench.py:7: hot\n"]}
+    notebook = {
+        "cells": [{"cell_type": "code", "source": [], "outputs": [said]}],
+        "metadata": {"papermill": {"input_path": "/home/me/n.ipynb", "output_path": "/x/n.ipynb"}},
+    }
     (folder / "notebooks" / "n.ipynb").write_text(json.dumps(notebook))
     return folder
 
@@ -339,7 +344,8 @@ def test_record_twice_changes_nothing(tmp_path):
     gained = results.record("r1", "h200", tmp_path)
     assert gained == {"runs": 1, "timings": 1, "notebooks": 1, "files": 2}
     before = snapshot(tmp_path / "h200")
-    assert "home" not in before["notebooks/n.ipynb"].decode()
+    copied = before["notebooks/n.ipynb"].decode()
+    assert "home" not in copied and "mila_kernels/bench.py:7: hot" in copied
     assert results.record("r1", "h200", tmp_path) == {"runs": 0, "timings": 0, "notebooks": 0, "files": 0}
     assert snapshot(tmp_path / "h200") == before
 
@@ -466,3 +472,11 @@ def test_a_copied_tree_says_which_commit_it_is(monkeypatch: pytest.MonkeyPatch) 
         assert (found["git_sha"], found["dirty"]) == (told, is_dirty)
     monkeypatch.delenv("MILA_GIT_SHA")
     assert results.provenance()["git_sha"] != told
+
+
+def test_no_recorded_file_names_a_folder_of_a_machine() -> None:
+    texts = [p for p in (ROOT / "results").glob("*/**/*") if p.suffix in (".csv", ".ipynb") and "local" not in p.parts]
+    assert texts
+    for path in texts:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"/(home|root|work|tmp|Users)/|/mila_kernels/(csrc|\w+\.py)", text), path
