@@ -171,13 +171,16 @@ def _check_window(window: int | None) -> int:
     return min(window, 2**31 - 1)
 
 
-def _resolve_step(op: str, step: str | steps.Step | None, *tensors: torch.Tensor) -> steps.Step:
-    """The step asked for, if it can run on these tensors; without one, the fastest that can."""
+def _resolve_step(
+    op: str, step: str | steps.Step | None, *tensors: torch.Tensor, rows: int | None = None
+) -> steps.Step:
+    """The step asked for, if it can run on these tensors; without one, the fastest that can, of those for so many query
+    rows a KV head if ``rows`` is given."""
     if step is None:
         fitting = [s for s in steps.steps(op) if _misfit(s, *tensors) is None]
         if not fitting:
             raise ValueError(f"{op}: no step fits: {_misfit(steps.steps(op)[0], *tensors)}")
-        return max(fitting, key=lambda s: (s.kept, s.order))
+        return max(fitting, key=lambda s: (s.kept and (rows is None or rows >= s.rows), s.order))
     chosen = step if isinstance(step, steps.Step) else steps.step(step if "/" in step else f"{op}/{step}")
     if chosen.op != op:
         raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")

@@ -103,7 +103,8 @@ def decode(
     if isinstance(cache, RingCache):
         window = _check_ring(window, cache.capacity, q_len)
     splits = _check_splits(num_splits)
-    chosen = _resolve_step("decode", step, q, cache.keys, cache.values)
+    rows = min(q_len * q_heads // cache.kv_heads, ROWS)
+    chosen = _resolve_step("decode", step, q, cache.keys, cache.values, rows=rows)
     if q.device.type == "cpu":
         cache.check(lengths)
     o, lse = torch.ops.mila_kernels.decode(

@@ -22,7 +22,7 @@ DTYPES = ("bf16", "fp16")
 ALIGNMENT = 16
 
 _REQUIRED = ("Change", "Prediction", "Measured", "Verdict")
-_OPTIONAL = ("Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound")
+_OPTIONAL = ("Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound", "Rows")
 _FILE_NAME = re.compile(r"(\d+)_(\w+)\.cu")
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)([af]?)")
 _DROPPED = ("failed", "rejected", "slower", "dropped", "ablation")
@@ -36,6 +36,7 @@ class Step:
     of the step that it changes, or None. ``spills`` is the reason for declared register spilling, or "".
     ``alignment`` is in bytes: what the addresses and strides of its tensors must be multiples of. ``bound`` is the
     relative L2 error that a step declares for itself, with its reason, where it cannot hold its op's; else None.
+    ``rows`` is the fewest query rows a KV head has for the step to be chosen by itself: with fewer another is faster.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Step:
     dtypes: tuple[str, ...] = DTYPES
     alignment: int = ALIGNMENT
     bound: float | None = None
+    rows: int = 1
 
     @property
     def id(self) -> str:
@@ -189,6 +191,7 @@ def from_file(path: Path, op: str | None = None) -> Step:
         dtypes=_list(path, fields, "Dtypes", DTYPES),
         alignment=_number(path, "Alignment", fields.get("Alignment", str(ALIGNMENT))),
         bound=_bound(path, fields["Bound"]) if "Bound" in fields else None,
+        rows=_number(path, "Rows", fields.get("Rows", "1")),
     )
 
 

@@ -444,6 +444,20 @@ def test_decode_refuses_by_name(device: torch.device) -> None:
     assert decode(q[:, :0], cache, lengths).shape == (2, 0, 4, 64)
 
 
+def test_the_default_depends_on_the_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("not every GPU has them")
+    chosen: list[str] = []
+    real = build.launch
+    monkeypatch.setattr(build, "launch", lambda step, *rest: (chosen.append(step.id), real(step, *rest)))
+    k = normal(1, 20, 1, 64, device=device)
+    for heads, tokens, expected in ((8, 1, False), (9, 1, True), (4, 2, False), (4, 3, True)):
+        decode(normal(1, tokens, heads, 64, device=device), ContiguousCache(k, k), ints([20], device))
+        step = steps.step(chosen[-1])
+        assert step.kept and (step.rows > 8) == expected
+        assert step.order == max(s.order for s in steps.steps("decode") if s.kept and s.rows <= heads * tokens)
+
+
 # ---- merge -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
+// Rows: 9
 #include "args.cuh"
 #include "bulk.cuh"
 

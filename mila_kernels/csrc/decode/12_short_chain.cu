@@ -4,8 +4,9 @@
 //   first, as the next call's blocks wait beside it.
 // Prediction: of 12 us at 4K keys, 16 heads on 1, the way to the first tile takes 3.4 us and the end 6.4: 1 us and
 //   1.5 us less, at every length. With 2 rows as 10, less 2 us at batch 1.
-// Measured: not by itself yet; its two forms are those of 10 (8 rows at most) and 11.
-// Verdict: kept: with 16 rows what 11 does, with fewer what 10 does, each with fewer waits one after the other.
+// Measured: not yet: it has run in emulation only. Its two forms are those of 10 (8 rows at most) and 11, as measured
+//   there.
+// Verdict: rejected as the one that is chosen by itself until a GPU has run it.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
