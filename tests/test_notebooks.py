@@ -290,11 +290,11 @@ def all_recorded(recorded: Path) -> Path:
                 row = asdict(timed(variant.name, case, 900.0, variant.source_sha))
                 results.append(folder, results.AblationRow(**row))
             if op == "decode":
-                last = steps.steps(op)[-1]
                 turned = knobs.splits([8, 16, 32, 64, 128, 256]) | knobs.capacities([4096, 16384, 65536, 262144])
-                for label in (*turned, knobs.EAGER):
-                    row = asdict(timed(f"{last.name}{knobs.WITH}{label}", case, 900.0, last.source_sha))
-                    results.append(folder, results.AblationRow(**row))
+                for last in [step for step in steps.steps(op) if step.kept][-2:]:
+                    for label in (*turned, knobs.EAGER):
+                        row = asdict(timed(f"{last.name}{knobs.WITH}{label}", case, 900.0, last.source_sha))
+                        results.append(folder, results.AblationRow(**row))
         for step in steps.steps(op):
             facts = dict.fromkeys(("HMMA", "HGMMA", "QGMMA", "LDSM", "LDGSTS", "UTMALDG", "FFMA", "spill_bytes"), 0)
             static += [
