@@ -2,19 +2,21 @@
 //   while this one is multiplied: between two groups' products there is adding and unfolding, no wait for a load.
 // Prediction: a few per cent: an mbarrier's and two loads' latencies in some 1,000 clocks a group. Turns at the tensor
 //   cores, tried beside it, were to bring 93 to 97% busy: both warpgroups' products end together, and both add then.
-// Measured: H200, 2026-11-29, cold, single launches, between which the chip rests and clocks higher: gate_up 1024 /
-//   4096 / 8192 1,202 / 1,319 / 1,331, fc_down 1,224 / 1,339 / 1,327, local_qkv at 4096 1,265 TFLOP/s (11: gate_up at
-//   4096 1,234; torch._scaled_mm, with weights already E4M3: 1,354 / 1,475 / 1,435, 1,375 / 1,544 / 1,549, 1,423).
-//   Prototypes in one run of graphs, at 700 W and 1,290 to 1,630 MHz: gate_up 1,028 / 1,130 / 1,123 where 11 in tiles of
-//   192 has 1,000 / 1,086 / 1,086, fc_down 1,246 / 1,171 / 1,145 (11: - / 1,114 / 1,105), 79 to 84% busy; without the
-//   additions 92 to 98%, 1,255 / 1,318 / 1,335 and 1,438 / 1,266 / 1,238.
-// Verdict: kept, 3 to 5% faster than 11. Five other designs were not faster: turns by barriers, given after four, three
-//   or two of four products, 69 to 73% busy, with these early loads 78 to 83; three warpgroups in turns 70 to 73; a
-//   batch in flight always, over the groups too, 72 to 79; sums in FP16 (error 1.70e-3) 69 to 72; tensor copies by one
-//   of the multiplying warps, which leaves 255 registers, 39 to 55. What limits all: FFMA takes the tensor cores'
-//   clocks. One warpgroup's products are 99.8% busy alone, 99% beside another's LOP3, 46 to 51% beside its FFMA, two in
-//   three clocks. This code with the compiler's yield flags cleared is 63 to 65% busy, without operand reuse too 55.
-//   Yet loops of products and additions only, two sets of 64 or 96 tokens, are 98 to 99.8% busy: what differs is open.
+// Measured: H200, 2026-11-29, recorded, cold, single launches, between which the chip rests and clocks higher (first in
+//   the run, at 140 to 390 W; torch._scaled_mm last, at 550 W): gate_up 1024 / 4096 / 8192 1,202 / 1,319 / 1,331,
+//   fc_down 1,224 / 1,339 / 1,327, local_qkv at 4096 1,265 TFLOP/s (11: gate_up at 4096 1,234; torch._scaled_mm, with
+//   weights already E4M3: 1,354 / 1,475 / 1,435, 1,375 / 1,544 / 1,549, 1,423). Prototypes in one run of graphs, at 700
+//   W and 1,290 to 1,630 MHz: gate_up 1,028 / 1,130 / 1,123 where 11 in tiles of 192 has 1,000 / 1,086 / 1,086, fc_down
+//   1,246 / 1,171 / 1,145 (11: - / 1,114 / 1,105), 79 to 84% busy; without the additions 92 to 98%, 1,255 / 1,318 /
+//   1,335 and 1,438 / 1,266 / 1,238.
+// Verdict: kept, 3 to 5% faster than 11 under load, 7% in single launches. Five other designs were not faster: turns by
+//   barriers, given after four, three or two of four products, 69 to 73% busy, with these early loads 78 to 83; three
+//   warpgroups in turns 70 to 73; a batch in flight always, over the groups too, 72 to 79; sums in FP16 (error 1.70e-3)
+//   69 to 72; tensor copies by one of the multiplying warps, which leaves 255 registers, 39 to 55. What limits all:
+//   FFMA takes the tensor cores' clocks. One warpgroup's products are 99.8% busy alone, 99% beside another's LOP3, 46
+//   to 51% beside its FFMA, two in three clocks. This code with the compiler's yield flags cleared is 63 to 65% busy,
+//   without operand reuse too 55. Yet loops of products and additions only, two sets of 64 or 96 tokens, are 98 to
+//   99.8% busy: what differs is open.
 // Architectures: sm_90a
 #include "wgmma.cuh"
 

@@ -2,12 +2,11 @@
 //   tiles of 128.
 // Prediction: gate_up has 7.3 waves at 1024 tokens, which cost 8 and now 7.5: 6% faster there, 1.7% at 4096 (29.1
 //   waves), 0.8% at 8192 (58.2); fc_down stays in tiles of 192, or with 0.9 waves.
-// Measured: H200, 2026-11-29, cold, in one run with 12 (in brackets): gate_up 1024 / 4096 / 8192 1,199 / 1,277 / 1,264
-//   (1,202 / 1,319 / 1,331), fc_down 1,114 / 1,332 / 1,272 (1,224 / 1,339 / 1,327), local_qkv at 4096 1,206 (1,265)
-//   TFLOP/s.
-// Verdict: Slower, by up to 9%, and faster nowhere. The half wave that is saved at gate_up 1024 is lost again in every
-//   tile, for shapes without a half wave lose too: it is the code for two sizes in one kernel that costs, by what is
-//   open.
+// Measured: H200, 2026-11-29, recorded, single launches with pauses: gate_up 4096 beside 12 1,275 TFLOP/s, where 12 has
+//   1,317. Later in that run than 12's, at 420 to 520 W: gate_up 1024 / 4096 / 8192 1,199 / 1,277 / 1,264, fc_down
+//   1,114 / 1,332 / 1,272, local_qkv 1,206.
+// Verdict: slower, 3% at 4096, where the halves were to bring 1.7%: what is saved in the last wave is lost in all
+//   others, it is supposed to the loop over a number of batches that is known only when it runs.
 // Architectures: sm_90a
 #include "wgmma.cuh"
 
