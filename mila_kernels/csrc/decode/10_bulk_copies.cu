@@ -221,8 +221,7 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
 
   Ring<STAGES<G>> ring;
   int x = args.automatic ? schedule.begin(block) : 0;
-  const int end = args.automatic ? schedule.end(block) : 1;
-  for (int turn = 0; x < end; ++turn) {
+  for (int turn = 0; x < (args.automatic ? schedule.end(block) : 1); ++turn) {
     const Work work =
         find_work<G>(args, args.automatic ? schedule.piece(block, x) : split_piece<G::Bc>(args, block, x));
     const Piece& piece = work.piece;
