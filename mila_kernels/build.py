@@ -384,12 +384,12 @@ def launch(
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
-            load(step, "cuda")(args, torch.cuda.current_stream(device).cuda_stream)
+            load(step, "cuda", args=args)(args, torch.cuda.current_stream(device).cuda_stream)
         return
     _say_once(_EMULATED)
     check = current_emulation().check
     buffers = [*_buffers(reads, False), *_buffers(writes, True)] if check else None
-    load(step, "emulation", check=check)(args, buffers=buffers)
+    load(step, "emulation", check=check, args=args)(args, buffers=buffers)
 
 
 def _buffers(tensors: Mapping[str, torch.Tensor], writable: bool) -> list[Buffer]:
@@ -411,7 +411,7 @@ class _Loaded:
 _loaded: dict[tuple[Any, ...], _Loaded] = {}
 
 
-def load(step: Step, backend: Backend, *, check: bool | None = None) -> Kernel:
+def load(step: Step, backend: Backend, *, check: bool | None = None, args: ctypes.Structure | None = None) -> Kernel:
     """The step as a callable, built if need be.
 
     A step whose source or headers changed since is built again (looked at most twice a second).
@@ -420,6 +420,8 @@ def load(step: Step, backend: Backend, *, check: bool | None = None) -> Kernel:
         step: from :func:`mila_kernels.steps.step`.
         backend: ``cuda`` (for the current device) or ``emulation``.
         check: emulation only: with the hooks of check mode; None: as :func:`emulation` says.
+        args: of the launch that it is for. What then has to be built is built for their ``Step.instances`` alone; a
+            library of all that lies in the cache is taken as it is.
 
     Raises:
         BuildError: a missing tool, or the compiler's errors.
@@ -437,7 +439,8 @@ def load(step: Step, backend: Backend, *, check: bool | None = None) -> Kernel:
         capability = _capability(torch.cuda.current_device()) if torch.cuda.is_available() else None
     elif check is None:
         check = current_emulation().check
-    key = (step.id, step.path, backend, bool(check), capability, requested)
+    only = {name: int(getattr(args, name)) for name in step.instances} if args is not None else {}
+    key = (step.id, step.path, backend, bool(check), capability, requested, *only.items())
     entry = _loaded.get(key)
     now = time.monotonic()
     if entry is not None:
@@ -448,9 +451,9 @@ def load(step: Step, backend: Backend, *, check: bool | None = None) -> Kernel:
             return entry.kernel
     stamps = _stamps(step, backend)
     if backend == "cuda":
-        kernel = _load_cuda(step, capability)
+        kernel = _load_cuda(step, capability, only)
     else:
-        kernel = _load_emulation(step, bool(check))
+        kernel = _load_emulation(step, bool(check), only)
     _loaded[key] = _Loaded(kernel, stamps, now)
     return kernel
 
@@ -473,23 +476,23 @@ def _stamp(path: Path) -> tuple[int, int]:
     return info.st_mtime_ns, info.st_size
 
 
-def _load_cuda(step: Step, capability: tuple[int, int] | None) -> Kernel:
+def _load_cuda(step: Step, capability: tuple[int, int] | None, only: Mapping[str, int]) -> Kernel:
     if torch.version.cuda is None:
         raise BuildError(
             f"{step.id}: torch {torch.__version__} is a CPU build; backend cuda needs a CUDA build of torch"
         )
     flags = (*CUDA_FLAGS, *_CUDA_THREADS, *gencode(step, capability))
     recipe = _Recipe(step.path, f"{step.op}-{step.name}-cuda", "cuda", flags, nvcc_path(), cxx_path())
-    library, handle = _obtain(recipe)
+    library, handle = _obtain_instance(recipe, only)
     return Kernel(step, library, handle, None, check=False)
 
 
-def _load_emulation(step: Step, check: bool) -> Kernel:
+def _load_emulation(step: Step, check: bool, only: Mapping[str, int]) -> Kernel:
     runtime = _runtime()
     kind = "check" if check else "fast"
     flags = CHECK_FLAGS if check else FAST_FLAGS
     recipe = _Recipe(step.path, f"{step.op}-{step.name}-{kind}", "cpp", flags, cxx_path(), links=runtime.library)
-    library, handle = _obtain(recipe)
+    library, handle = _obtain_instance(recipe, only)
     return Kernel(step, library, handle, runtime, check)
 
 
@@ -762,6 +765,18 @@ class _Recipe:
     def _cuda_parts(self) -> list[str]:
         # The line table names the checkout, and nvcc adds these variables to its command line.
         return [str(paths.ROOT), *(os.environ.get(f"NVCC_{x}_FLAGS", "") for x in ("PREPEND", "APPEND"))]
+
+
+def _obtain_instance(recipe: _Recipe, only: Mapping[str, int]) -> tuple[Path, ctypes.CDLL]:
+    """The recipe's library: of all instances if it is there, else of one."""
+    if not only:
+        return _obtain(recipe)
+    whole = _open(_cache_root() / f"{recipe.stem}.so")
+    if whole:
+        return whole
+    defines = tuple(f"-DONLY_{name.upper()}={value}" for name, value in only.items())
+    label = "-".join([recipe.label, *map(str, only.values())])
+    return _obtain(replace(recipe, flags=(*recipe.flags, *defines), label=label))
 
 
 def _obtain(recipe: _Recipe) -> tuple[Path, ctypes.CDLL]:

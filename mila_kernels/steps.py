@@ -22,7 +22,7 @@ DTYPES = ("bf16", "fp16")
 ALIGNMENT = 16
 
 _REQUIRED = ("Change", "Prediction", "Measured", "Verdict")
-_OPTIONAL = ("Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound", "Rows")
+_OPTIONAL = ("Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound", "Rows", "Instances")
 _FILE_NAME = re.compile(r"(\d+)_(\w+)\.cu")
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)([af]?)")
 _DROPPED = ("failed", "rejected", "slower", "dropped", "ablation")
@@ -37,6 +37,8 @@ class Step:
     ``alignment`` is in bytes: what the addresses and strides of its tensors must be multiples of. ``bound`` is the
     relative L2 error that a step declares for itself, with its reason, where it cannot hold its op's; else None.
     ``rows`` is the fewest query rows a KV head has for the step to be chosen by itself: with fewer another is faster.
+    ``instances`` names arguments; a library may be built for one value of each (``-DONLY_HEAD_DIM=512``), in a fraction
+    of the time that all take.
     """
 
     op: str
@@ -55,6 +57,7 @@ class Step:
     alignment: int = ALIGNMENT
     bound: float | None = None
     rows: int = 1
+    instances: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -192,6 +195,7 @@ def from_file(path: Path, op: str | None = None) -> Step:
         alignment=_number(path, "Alignment", fields.get("Alignment", str(ALIGNMENT))),
         bound=_bound(path, fields["Bound"]) if "Bound" in fields else None,
         rows=_number(path, "Rows", fields.get("Rows", "1")),
+        instances=_list(path, fields, "Instances", ()) if "Instances" in fields else (),
     )
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mila_kernels import build, paths, steps
+import mila_kernels as mk
+from mila_kernels import attention_decode, build, paths, steps
 
 PROBE = Path(__file__).parent / "steps/probe/01_double.cu"
 ODD = "a b ünï 数"  # spaces and letters outside ASCII
@@ -184,6 +185,46 @@ def test_a_warm_step_takes_50_ms_at_most(cache: Path, probe: steps.Step) -> None
     values, cost = result(run(MILA_CACHE=str(cache), PATH=os.environ["PATH"]))
     assert values == "[2.0, 4.0, 6.0]"
     assert float(cost) < 50.0
+
+
+def decoded(head_dim: int) -> torch.Tensor:
+    q, k, v = (torch.ones(1, n, 1, head_dim, dtype=torch.bfloat16) for n in (1, 3, 3))
+    lengths = torch.tensor([3], dtype=torch.int32)
+    return mk.decode(q, mk.ContiguousCache(k, v), lengths, step="decode/01_one_block")
+
+
+def test_a_launch_builds_its_instance_alone(cache: Path) -> None:
+    step = steps.step("decode/01_one_block")
+    assert step.instances == ("head_dim", "kv_dtype")
+    for head_dim in (64, 128):
+        assert (decoded(head_dim) == 1).all()
+    names = sorted(path.name.rpartition("-")[0] for path in cache.glob("decode-*.so"))
+    assert names == ["decode-01_one_block-fast-128-0", "decode-01_one_block-fast-64-0"]
+
+
+def test_an_instance_refuses_what_it_was_not_built_for(cache: Path) -> None:
+    step = steps.step("decode/01_one_block")
+    small = attention_decode.DecodeArgs(head_dim=64, kv_dtype=0, q_len=1, group=1, kv_heads=1, batch=1)
+    kernel = build.load(step, "emulation", check=False, args=small)
+    for changed in ({"head_dim": 128}, {"kv_dtype": 2}):
+        other = attention_decode.DecodeArgs(**{"head_dim": 64, "kv_dtype": 0, **changed})
+        with pytest.raises(build.KernelError, match="built for another head_dim or kv_dtype"):
+            kernel(other)
+
+
+def test_a_library_of_all_instances_is_used_where_it_is(cache: Path) -> None:
+    build.load(steps.step("decode/01_one_block"), "emulation", check=False)
+    before = sorted(cache.glob("decode-*.so"))
+    build.forget()
+    assert (decoded(64) == 1).all()
+    assert sorted(cache.glob("decode-*.so")) == before
+
+
+def test_every_instance_is_named_by_an_argument_that_a_dispatcher_knows() -> None:
+    declared = {(step.op, name) for step in steps.steps() for name in step.instances}
+    assert declared
+    for op, name in declared:
+        assert f"#ifndef ONLY_{name.upper()}" in (paths.CSRC / op / "args.cuh").read_text(encoding="utf-8")
 
 
 def test_a_changed_source_or_header_is_built_again(cache: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 // Verdict: kept as the baseline: 1.4 GB/s of 4,535.
 // Alignment: 4
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 
 template <typename KV, int HS>

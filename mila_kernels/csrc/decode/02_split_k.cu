@@ -7,6 +7,7 @@
 //   time, and 16 warps load the same ones.
 // Alignment: 4
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "merge.cuh"
 

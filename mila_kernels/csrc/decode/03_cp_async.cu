@@ -7,6 +7,7 @@
 //   where 2 do.
 // Alignment: 16
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "merge.cuh"
 

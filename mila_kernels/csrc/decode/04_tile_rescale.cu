@@ -7,6 +7,7 @@
 //   the chain; 16 warps hide it already, and what binds is a load from shared memory for every FMA.
 // Alignment: 16
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "merge.cuh"
 

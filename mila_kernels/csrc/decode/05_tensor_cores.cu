@@ -9,6 +9,7 @@
 //   apart for every 16 bytes copied and reached 75% there: with 2 rows it is the copies that cost instructions.
 // Alignment: 16
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "merge.cuh"
 #include "tiles.cuh"

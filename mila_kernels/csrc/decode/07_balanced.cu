@@ -9,6 +9,7 @@
 // Predecessor: 05_tensor_cores
 // Alignment: 16
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "schedule.cuh"
 #include "tiles.cuh"

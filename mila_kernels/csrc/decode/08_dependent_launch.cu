@@ -8,6 +8,7 @@
 // Architectures: sm_90a sm_100a sm_120
 // Alignment: 16
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "schedule.cuh"
 #include "tiles.cuh"

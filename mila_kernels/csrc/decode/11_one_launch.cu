@@ -15,6 +15,7 @@
 // Alignment: 16
 // Head dims: 64 128 256 512
 // Rows: 9
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "bulk.cuh"
 

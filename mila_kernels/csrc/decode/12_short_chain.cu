@@ -10,6 +10,7 @@
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
+// Instances: head_dim kv_dtype
 #include "args.cuh"
 #include "bulk.cuh"
 

@@ -194,14 +194,30 @@ DEVICE int64_t query_offset(const DecodeArgs& args, const int64_t (&stride)[3], 
   return batch * stride[0] + token * stride[1] + head * stride[2];
 }
 
+// The instances of a library: one head dim and cache type where a build names them, else all.
+#ifndef ONLY_HEAD_DIM
+#define ONLY_HEAD_DIM 0
+#endif
+#ifndef ONLY_KV_DTYPE
+#define ONLY_KV_DTYPE -1
+#endif
+
+template <int DTYPE, typename KV, int HS, typename F>
+const char* call_instance(F f) {
+  if constexpr ((ONLY_HEAD_DIM == 0 || ONLY_HEAD_DIM == HS) && (ONLY_KV_DTYPE == -1 || ONLY_KV_DTYPE == DTYPE))
+    return f.template operator()<KV, HS>();
+  else
+    return "this library was built for another head_dim or kv_dtype";
+}
+
 // Calls f<KV, HS>() for the cache's element type and the head dim, one of 64, 128, 256, 512.
-template <typename KV, typename F>
+template <int DTYPE, typename KV, typename F>
 const char* with_head_dim(const DecodeArgs& args, F f) {
   switch (args.head_dim) {
-    case 64: return f.template operator()<KV, 64>();
-    case 128: return f.template operator()<KV, 128>();
-    case 256: return f.template operator()<KV, 256>();
-    case 512: return f.template operator()<KV, 512>();
+    case 64: return call_instance<DTYPE, KV, 64>(f);
+    case 128: return call_instance<DTYPE, KV, 128>(f);
+    case 256: return call_instance<DTYPE, KV, 256>(f);
+    case 512: return call_instance<DTYPE, KV, 512>(f);
     default: return "head_dim must be 64, 128, 256 or 512";
   }
 }
@@ -209,9 +225,9 @@ const char* with_head_dim(const DecodeArgs& args, F f) {
 template <typename F>
 const char* dispatch(const DecodeArgs& args, F f) {
   switch (args.kv_dtype) {
-    case DTYPE_BF16: return with_head_dim<bf16>(args, f);
-    case DTYPE_FP16: return with_head_dim<fp16>(args, f);
-    default: return with_head_dim<e4m3>(args, f);
+    case DTYPE_BF16: return with_head_dim<DTYPE_BF16, bf16>(args, f);
+    case DTYPE_FP16: return with_head_dim<DTYPE_FP16, fp16>(args, f);
+    default: return with_head_dim<DTYPE_E4M3, e4m3>(args, f);
   }
 }
 
