@@ -382,7 +382,7 @@ def check_timing(row: TimingRow, gpu: str) -> None:
 
 
 def record(run_id: str | Path, as_: str, results: Path | None = None) -> dict[str, int]:
-    """Merge a local run into the tracked ``results/<as_>/``: rows, executed notebooks and figures.
+    """Merge a local run into the tracked ``results/<as_>/``: rows, notebooks that ran to their end, and figures.
 
     ``run_id`` names a folder of ``results/local/``, or is a run's folder itself. Doing it twice changes nothing.
     Returns how many rows each table gained, and under "files" how many files were copied.
@@ -402,9 +402,10 @@ def record(run_id: str | Path, as_: str, results: Path | None = None) -> dict[st
     for row in runs:
         _check_name(as_, row.gpu)
     gained = _merge_tables(source, results / as_)
+    whole = [f"{row.notebook}.ipynb" for row in read(source, "notebooks") if row.status == "ok"]
     gained["files"] = sum(
         _copy_files(source / kind, results / as_ / kind, patterns)
-        for kind, patterns in (("notebooks", ("*.ipynb",)), ("figures", ("*.svg", "*.png")))
+        for kind, patterns in (("notebooks", whole), ("figures", ("*.svg", "*.png")))
     )
     return gained
 

@@ -339,6 +339,22 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+def test_a_failed_notebook_takes_no_good_ones_place(tmp_path):
+    local_run(tmp_path, "r1", "2026-11-29T10:00:00Z")
+    results.record("r1", "h200", tmp_path)
+    good = (tmp_path / "h200" / "notebooks" / "n.ipynb").read_bytes()
+    folder = tmp_path / "local" / "r2"
+    a_run(folder, "r2", "2026-11-30T10:00:00Z", H200)
+    failed = NotebookRow(run_id="r2", notebook="n", status="failed", seconds=1.0, cells_run=0, cells=1, error="no")
+    results.append(folder, failed)
+    (folder / "notebooks").mkdir()
+    for name in ("n", "cut_off"):
+        (folder / "notebooks" / f"{name}.ipynb").write_text(json.dumps({"cells": [], "metadata": {"other": name}}))
+    assert results.record("r2", "h200", tmp_path)["files"] == 0
+    assert (tmp_path / "h200" / "notebooks" / "n.ipynb").read_bytes() == good
+    assert not (tmp_path / "h200" / "notebooks" / "cut_off.ipynb").exists()
+
+
 def test_record_twice_changes_nothing(tmp_path):
     local_run(tmp_path, "r1", "2026-11-29T10:00:00Z")
     gained = results.record("r1", "h200", tmp_path)
