@@ -22,6 +22,7 @@ from .steps import Step
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SECONDS = 1200
+GROUP = 6  # steps a process
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
@@ -31,7 +32,7 @@ class SanitizerMissing(RuntimeError):
 
 @dataclass(frozen=True)
 class Finding:
-    """How one tool ended on one step: ``errors`` is its own count, ``passed`` that it also ran to its end."""
+    """How one tool ended on its steps: ``errors`` is its own count, ``passed`` that it also ran to its end."""
 
     errors: int
     passed: bool
@@ -57,17 +58,17 @@ def judge(log: str, code: int) -> Finding:
     return Finding(errors, bool(counts) and errors == 0 and code == 0, log)
 
 
-def check_command(step: Step, shapes: Sequence[str]) -> list[str]:
+def check_command(chosen: Sequence[Step], shapes: Sequence[str]) -> list[str]:
     """The command whose kernels are watched."""
     named = [word for shape in shapes for word in ("--shape", shape)]
-    return [sys.executable, "-m", "mila_kernels", "check", step.id, "--device", "cuda", *named]
+    return [sys.executable, "-m", "mila_kernels", "check", *(step.id for step in chosen), "--device", "cuda", *named]
 
 
-def sanitize(step: Step, tool: str, shapes: Sequence[str] = ()) -> Finding:
-    """Runs one tool over the check of one step. ValueError for an unknown tool."""
+def sanitize(chosen: Sequence[Step], tool: str, shapes: Sequence[str] = ()) -> Finding:
+    """Runs one tool over the check of steps of one operation, in one process. ValueError for an unknown tool."""
     if tool not in TOOLS:
         raise ValueError(f"tool must be one of {', '.join(TOOLS)}, not {tool!r}")
-    command = [str(find_sanitizer()), "--tool", tool, *_only_ours(step, tool), *check_command(step, shapes)]
+    command = [str(find_sanitizer()), "--tool", tool, *_only_ours(chosen, tool), *check_command(chosen, shapes)]
     # torch's caching allocator would hand out pieces of large blocks, between which an overrun goes unseen.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
@@ -80,38 +81,61 @@ def sanitize(step: Step, tool: str, shapes: Sequence[str] = ()) -> Finding:
     return judge(done.stdout, done.returncode)
 
 
-def _only_ours(step: Step, tool: str) -> list[str]:
+def _only_ours(chosen: Sequence[Step], tool: str) -> list[str]:
     """racecheck is slow, so it looks at our kernels alone; the others must see torch's writes to judge ours."""
-    kernels = re.findall(r"__global__[^;{]*?\b(\w+)\s*\(const ", step.source)
-    named_after_op = bool(kernels) and all(step.op in kernel for kernel in kernels)
-    return ["--kernel-name", f"kernel_substring={step.op}"] if tool == "racecheck" and named_after_op else []
+    kernels = [re.findall(r"__global__[^;{]*?\b(\w+)\s*\(const ", step.source) for step in chosen]
+    op = chosen[0].op
+    named_after_op = all(names and all(op in name for name in names) for names in kernels)
+    return ["--kernel-name", f"kernel_substring={op}"] if tool == "racecheck" and named_after_op else []
+
+
+def groups(chosen: Sequence[Step]) -> list[list[Step]]:
+    """Steps that one process looks at: of one operation, at most GROUP. Starting a tool costs most of its time."""
+    by_op: dict[str, list[Step]] = {}
+    for step in chosen:
+        by_op.setdefault(step.op, []).append(step)
+    return [of[i : i + GROUP] for of in by_op.values() for i in range(0, len(of), GROUP)]
 
 
 def run(chosen: Sequence[Step], tools: Sequence[str], shapes: Sequence[str], jobs: int = 1) -> int:
-    """Every tool over every step, ``jobs`` at a time: a row and a log each. 0 if all passed, else 1."""
+    """Every tool over every step, ``jobs`` processes at a time: a row a step and tool, a log a process.
+
+    A process looks at several steps; where it finds anything, each of them is run again by itself, which says whose it
+    is. 0 if all passed, else 1.
+    """
 
     def prepare(step: Step) -> None:
         # Built before anything watches, so that the compiler does not run under the tool.
-        command = check_command(step, shapes)
+        command = check_command([step], shapes)
         subprocess.run(command, cwd=paths.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 
     failed = 0
     with results.RunWriter() as writer, ThreadPoolExecutor(jobs) as pool:
         list(pool.map(prepare, chosen))
-        cases = {pool.submit(sanitize, step, tool, shapes): (step, tool) for step in chosen for tool in tools}
-        for done in as_completed(cases):
-            (step, tool), finding = cases[done], done.result()
-            log = writer.folder / "sanitizer" / f"{step.op}-{step.name}-{tool}.log"
+        cases = {
+            pool.submit(sanitize, group, tool, shapes): (group, tool) for group in groups(chosen) for tool in tools
+        }
+        while cases:
+            done = next(as_completed(cases))
+            group, tool = cases.pop(done)
+            finding = done.result()
+            names = "-".join(dict.fromkeys([group[0].name, group[-1].name]))
+            log = writer.folder / "sanitizer" / f"{group[0].op}-{names}-{tool}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(finding.log, encoding="utf-8")
-            writer.add(
-                results.SanitizerRow(
-                    run_id=writer.run_id, op=step.op, step=step.name, source_sha=step.source_sha, tool=tool,
-                    errors=finding.errors, passed=finding.passed,
-                )
-            )  # fmt: skip
-            failed += not finding.passed
-            print(f"{'ok    ' if finding.passed else 'FAILED'}  {step.id}  {tool}  {finding.errors} errors", flush=True)
+            if len(group) > 1 and not finding.passed:
+                cases |= {pool.submit(sanitize, [step], tool, shapes): ([step], tool) for step in group}
+                continue
+            for step in group:
+                writer.add(
+                    results.SanitizerRow(
+                        run_id=writer.run_id, op=step.op, step=step.name, source_sha=step.source_sha, tool=tool,
+                        errors=finding.errors, passed=finding.passed,
+                    )
+                )  # fmt: skip
+                failed += not finding.passed
+                verdict = "ok    " if finding.passed else "FAILED"
+                print(f"{verdict}  {step.id}  {tool}  {finding.errors} errors", flush=True)
         print(f"{failed} failed; rows and logs in {writer.folder}")
     return 1 if failed else 0
 

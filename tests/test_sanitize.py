@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mila_kernels import sanitize, steps
+from mila_kernels import results, sanitize, steps
 
 CLEAN = "========= COMPUTE-SANITIZER\n2 of 2 cases passed\n========= ERROR SUMMARY: 0 errors\n"
 RACES = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n"
@@ -34,7 +34,7 @@ def test_only_a_whole_clean_run_passes(log: str, code: int, errors: int, passed:
 
 def test_unknown_tool_and_step(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="tool must be one of memcheck, racecheck, initcheck, synccheck, not 'lint'"):
-        sanitize.sanitize(steps.step("prefill/01"), "lint")
+        sanitize.sanitize([steps.step("prefill/01")], "lint")
     assert sanitize.main(["prefill/99_nothing"]) == 2
     assert "prefill/99_nothing" in capsys.readouterr().err
 
@@ -56,6 +56,45 @@ def test_the_tool_is_found_where_the_toolkit_is(tmp_path: Path, monkeypatch: pyt
 
 
 def test_racecheck_looks_at_our_kernels_and_the_others_at_all() -> None:
-    step = steps.step("prefill/02")
-    assert sanitize._only_ours(step, "racecheck") == ["--kernel-name", "kernel_substring=prefill"]
-    assert sanitize._only_ours(step, "initcheck") == []
+    chosen = [steps.step("prefill/02"), steps.step("prefill/03")]
+    assert sanitize._only_ours(chosen, "racecheck") == ["--kernel-name", "kernel_substring=prefill"]
+    assert sanitize._only_ours(chosen, "initcheck") == []
+
+
+def test_groups_are_of_one_operation_and_hold_every_step_once() -> None:
+    chosen = steps.steps()
+    found = sanitize.groups(chosen)
+    assert all(len({step.op for step in group}) == 1 and len(group) <= sanitize.GROUP for group in found)
+    assert sorted(step.id for group in found for step in group) == sorted(step.id for step in chosen)
+
+
+TOOL = """#!/usr/bin/env python3
+import re, sys
+ids = [word for word in sys.argv if re.fullmatch(r"prefill/\\w+", word)]
+tool = sys.argv[sys.argv.index("--tool") + 1]
+bad = "prefill/02_smem_tiles" in ids and tool == "memcheck"
+print(" ".join(ids))
+print(f"========= ERROR SUMMARY: {3 if bad else 0} errors")
+"""
+
+
+def test_whose_an_error_is_comes_from_runs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: tool)
+    monkeypatch.setattr(sanitize, "check_command", lambda chosen, shapes: ["true", *(step.id for step in chosen)])
+    monkeypatch.setenv(results.RUN_FOLDER_VARIABLE, str(tmp_path / "run"))
+    monkeypatch.setenv(results.RUN_ID_VARIABLE, results.new_run_id())
+    chosen = [steps.step(f"prefill/0{n}") for n in (1, 2, 3)]
+    assert sanitize.run(chosen, ("memcheck", "synccheck"), (), jobs=2) == 1
+    rows = {(row.step, row.tool): (row.errors, row.passed) for row in results.read(tmp_path / "run", "sanitizer")}
+    clean = {(step.name, tool) for step in chosen for tool in ("memcheck", "synccheck")} - {
+        ("02_smem_tiles", "memcheck")
+    }
+    assert rows == {("02_smem_tiles", "memcheck"): (3, False)} | dict.fromkeys(clean, (0, True))
+    logs = sorted(path.name for path in (tmp_path / "run" / "sanitizer").iterdir())
+    assert "prefill-01_scalar-03_wmma_hs_split-synccheck.log" in logs and "prefill-02_smem_tiles-memcheck.log" in logs
+    assert "FAILED  prefill/02_smem_tiles  memcheck  3 errors" in capsys.readouterr().out
