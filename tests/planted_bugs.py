@@ -159,7 +159,7 @@ PRODUCT_BUGS = [
         _P,
         "first_row + row < rows &&",
         "true &&",
-        "out of bounds: .*reads 16 bytes.* from the start of [ab], which has",
+        "out of bounds: .*reads 16 bytes.* from the start of [abc], which has",
         (_COPY,),
     ),
     Bug(
@@ -289,7 +289,7 @@ SMEM_TILES_BUGS = [
         _S,
         "j < min(Bc, block_keys.end - tile)",
         "j < Bc",
-        "out of bounds: .*reads 2 bytes.*from the start of [kv], which has",
+        r"out of bounds: .*reads 2 bytes.*from the start of \w+, which has",
         ("= k[i * WARP", "= v[i * WARP"),
     ),
     Bug(
