@@ -167,7 +167,8 @@ def _build(args: argparse.Namespace) -> int:
 
     def attempt(step: Step) -> bool:
         command = [sys.executable, "-m", "mila_kernels", "build", step.id, "--device", backend]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_found_again())
+        env = {**os.environ, "PYTHONPATH": paths.python_path()}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env)
         print(done.stdout + done.stderr, end="", flush=True)
         return done.returncode == OK
 
@@ -175,11 +176,6 @@ def _build(args: argparse.Namespace) -> int:
         built = list(pool.map(attempt, chosen))
     print(f"{sum(built)} of {len(built)} steps built for {backend}")
     return OK if all(built) else FAILED
-
-
-def _found_again() -> dict[str, str]:
-    """The environment of a child that imports this very package."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(paths.ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 # ---------------------------------------------------------------------------------------------- check

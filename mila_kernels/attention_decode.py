@@ -10,7 +10,7 @@ import torch
 
 from . import build, outputs, steps
 from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
-from .cache import Cache, RingCache, check_lengths
+from .cache import Cache, ContiguousCache, PagedCache, RingCache, check_lengths, check_queries
 
 MAX_Q_LEN = 8
 MAX_SPLITS = 1024
@@ -80,18 +80,7 @@ def decode(
     """
     _check_tensors(q=q)
     batch, q_len, q_heads, head_dim = q.shape
-    if not isinstance(cache, Cache):
-        raise TypeError(f"cache: ContiguousCache, RingCache or PagedCache is needed, not {type(cache).__name__}")
-    if cache.k.device != q.device:
-        raise ValueError(f"cache: device {cache.k.device} must equal that of q, {q.device}")
-    if cache.k.dtype not in (q.dtype, torch.float8_e4m3fn):
-        raise ValueError(f"cache: dtype {cache.k.dtype} must be that of q, {q.dtype}, or torch.float8_e4m3fn")
-    if cache.batch != batch or cache.head_dim != head_dim:
-        raise ValueError(
-            f"cache: batch {cache.batch} and head_dim {cache.head_dim} must equal those of q, {batch} and {head_dim}"
-        )
-    if q_heads % cache.kv_heads:
-        raise ValueError(f"q: {q_heads} heads must be a multiple of the cache's {cache.kv_heads}")
+    check_queries(cache, q, (ContiguousCache, RingCache, PagedCache), (q.dtype, torch.float8_e4m3fn))
     if q_len > MAX_Q_LEN:
         raise ValueError(f"q: q_len {q_len} must be at most {MAX_Q_LEN}; use prefill() for more")
     for name, size in (("batch", batch), ("q_len times q_heads", q_len * q_heads)):

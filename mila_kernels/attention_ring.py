@@ -8,7 +8,7 @@ import torch
 
 from . import build, outputs, steps
 from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
-from .cache import RingCache, check_lengths
+from .cache import RingCache, check_lengths, check_queries
 
 MAX_ROWS = 2**31 - 2**16  # tokens times query heads of a KV head: the kernels count them in 32 bits
 
@@ -70,7 +70,7 @@ def prefill_ring(
     """
     _check_tensors(q=q)
     batch, q_len, q_heads, head_dim = q.shape
-    _check_cache(cache, q)
+    check_queries(cache, q, (RingCache,), (q.dtype,))
     check_lengths(lengths, batch, q.device)
     window = _check_window(window) or largest_chunk(cache.capacity, max(q_len, 1))
     most = largest_chunk(cache.capacity, window)
@@ -115,7 +115,7 @@ def prefill_through_ring(
     the newest tokens.
     """
     _check_tensors(q=q, k=k, v=v)
-    _check_cache(cache, q)
+    check_queries(cache, q, (RingCache,), (q.dtype,))
     for name, x in (("k", k), ("v", v)):
         if tuple(x.shape) != (q.shape[0], q.shape[1], cache.kv_heads, q.shape[3]):
             raise ValueError(
@@ -142,8 +142,7 @@ def _prefill_ring(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
     step: str, window: int, scale: float, with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    o = outputs.empty(q, q.shape)
-    lse = outputs.empty(q, (q.shape[0], q.shape[2], q.shape[1]) if with_lse else (0,), torch.float32)
+    o, lse = _prefill_ring_outputs(q, k, v, lengths, step, window, scale, with_lse)
     args = PrefillRingArgs(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), o=o.data_ptr(), lse=lse.data_ptr() if with_lse else None,
         lengths=lengths.data_ptr(),
@@ -163,20 +162,4 @@ def _prefill_ring_outputs(
     step: str, window: int, scale: float, with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if with_lse else (0,)
-    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
-
-
-def _check_cache(cache: RingCache, q: torch.Tensor) -> None:
-    if not isinstance(cache, RingCache):
-        raise TypeError(f"cache: RingCache is needed, not {type(cache).__name__}")
-    if cache.k.device != q.device:
-        raise ValueError(f"cache: device {cache.k.device} must equal that of q, {q.device}")
-    if cache.k.dtype != q.dtype:
-        raise ValueError(f"cache: dtype {cache.k.dtype} must be that of q, {q.dtype}")
-    if cache.batch != q.shape[0] or cache.head_dim != q.shape[3]:
-        raise ValueError(
-            f"cache: batch {cache.batch} and head_dim {cache.head_dim} must equal those of q, {q.shape[0]} and "
-            f"{q.shape[3]}"
-        )
-    if q.shape[2] % cache.kv_heads:
-        raise ValueError(f"q: {q.shape[2]} heads must be a multiple of the cache's {cache.kv_heads}")
+    return outputs.empty(q, q.shape), outputs.empty(q, lse_shape, torch.float32)

@@ -11,7 +11,7 @@ the first fault in ``cache.fault``; ``cache.check(lengths)`` waits, looks at len
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -267,6 +267,27 @@ class PagedCache(_Cache):
 
 
 Cache = ContiguousCache | RingCache | PagedCache
+
+
+def check_queries(cache: Cache, q: torch.Tensor, kinds: Sequence[type], dtypes: Sequence[torch.dtype]) -> None:
+    """TypeError or ValueError where queries ``[batch, q_len, q_heads, head_dim]`` do not fit a cache of these kinds and
+    dtypes, the first of them q's own."""
+    if not isinstance(cache, tuple(kinds)):
+        *others, last = (kind.__name__ for kind in kinds)
+        needed = f"{', '.join(others)} or {last}" if others else last
+        raise TypeError(f"cache: {needed} is needed, not {type(cache).__name__}")
+    if cache.k.device != q.device:
+        raise ValueError(f"cache: device {cache.k.device} must equal that of q, {q.device}")
+    if cache.k.dtype not in dtypes:
+        more = "".join(f", or {dtype}" for dtype in dtypes[1:])
+        raise ValueError(f"cache: dtype {cache.k.dtype} must be that of q, {q.dtype}{more}")
+    batch, _, q_heads, head_dim = q.shape
+    if cache.batch != batch or cache.head_dim != head_dim:
+        raise ValueError(
+            f"cache: batch {cache.batch} and head_dim {cache.head_dim} must equal those of q, {batch} and {head_dim}"
+        )
+    if q_heads % cache.kv_heads:
+        raise ValueError(f"q: {q_heads} heads must be a multiple of the cache's {cache.kv_heads}")
 
 
 def check_lengths(lengths: torch.Tensor, batch: int, device: torch.device) -> None:

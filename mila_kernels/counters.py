@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .paths import ROOT
+from .paths import python_path
 from .results import CounterRow
 from .shapes import Workload, parse_shape
 from .steps import Step, step
@@ -122,8 +122,7 @@ def profile(chosen: Sequence[Step], workload: Workload, seed: int = 0) -> list[l
         line += [word for section in SECTIONS for word in ("--section", section)]
         line += [sys.executable, "-m", "mila_kernels.counters", str(seed), workload.parts()[-1].shape]
         line += [step.id for step in chosen]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": path}
+        env = {**os.environ, "PYTHONPATH": python_path()}
         try:
             done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -14,6 +14,11 @@ RESULTS = ROOT / "results"
 NOTEBOOKS = ROOT / "notebooks"
 
 
+def python_path() -> str:
+    """``PYTHONPATH`` of a child process that imports this very package."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def cache_dir() -> Path:
     """The folder of compiled steps: ``$MILA_CACHE``, or ``mila_kernels`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     chosen = os.environ.get("MILA_CACHE")

@@ -112,15 +112,20 @@ def _scores_fit(w: Workload) -> bool:
     return 2 * w.batch * w.q_heads * w.q_len * w.kv_len <= 4 * MASK_BYTES
 
 
+def _one_length(lengths: torch.Tensor) -> int:
+    length = int(lengths[0])
+    if bool((lengths != length).any()):
+        raise ValueError("lengths: a peer takes sequences of one length")
+    return length
+
+
 def _of_ring(prepare: Callable[..., Callable[[], torch.Tensor]]) -> Callable[..., Callable[[], torch.Tensor]]:
     """The same peer on the live keys of a ring, put in order beforehand: peers know no rings."""
 
     def prepare_ring(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, lengths: torch.Tensor, window: int
     ) -> Callable[[], torch.Tensor]:
-        length = int(lengths[0])
-        if bool((lengths != length).any()):
-            raise ValueError("lengths: a peer takes sequences of one length")
+        length = _one_length(lengths)
         first = max(0, length - q.shape[1] - window + 1)
         slots = torch.arange(first, length, device=k.device) % k.shape[1]
         return prepare(q, k[:, slots], v[:, slots], causal=True, window=window)
@@ -152,9 +157,7 @@ def _decode_sdpa(
     window: int | None = None, scale: float | None = None,
 ) -> Callable[[], torch.Tensor]:  # fmt: skip
     """scaled_dot_product_attention on the live keys and values in one piece: it knows neither pages nor rings."""
-    length = int(lengths[0])
-    if bool((lengths != length).any()):
-        raise ValueError("lengths: a peer takes sequences of one length")
+    length = _one_length(lengths)
     first = max(0, length - q.shape[1] - window + 1) if window else 0
     outer, inner = cache.slots(torch.arange(first, length, device=q.device).expand(q.shape[0], -1))
     k, v = (store[outer, inner].transpose(1, 2).contiguous() for store in (cache.keys, cache.values))

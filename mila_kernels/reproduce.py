@@ -32,7 +32,7 @@ from typing import Any
 
 from . import results
 from .notebook import close_open_case
-from .paths import NOTEBOOKS, RESULTS, ROOT
+from .paths import NOTEBOOKS, RESULTS, python_path
 from .results import NotebookRow
 
 ALLOWED = {"device": ("auto", "cuda", "emulation"), "preset": ("quick", "full")}
@@ -371,8 +371,8 @@ def _kernel_of_this_interpreter() -> Iterator[None]:
 @contextmanager
 def _environment(run_id: str, folder: Path) -> Iterator[None]:
     """What the kernels inherit: the run's folder, and this package first on the path."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with _variables(PYTHONPATH=path, **{results.RUN_FOLDER_VARIABLE: str(folder), results.RUN_ID_VARIABLE: run_id}):
+    run = {results.RUN_FOLDER_VARIABLE: str(folder), results.RUN_ID_VARIABLE: run_id}
+    with _variables(PYTHONPATH=python_path(), **run):
         yield
 
 
