@@ -44,6 +44,7 @@ REPLAYS = 30
 SAMPLES = 50
 FEWEST_SAMPLES = 10
 BUDGET_US = 1e6  # of measuring one part
+SECOND_CLOCK = "triton do_bench"  # the metric under which it is recorded
 CEILING_TOLERANCE = 1.05  # a rate this far above a ceiling measured twice is a wrong measurement
 
 
@@ -540,6 +541,40 @@ def bench_call(
             with contextlib.suppress(RuntimeError):  # after a fault every call of CUDA raises; the row is written
                 torch.cuda.empty_cache()
             return row
+
+
+def second_clock(
+    step: str | Step,
+    workload: str | Workload,
+    *,
+    seed: int = 0,
+    run: RunWriter | None = None,
+    device: torch.device | str | None = None,
+) -> float:
+    """Microseconds a call by ``triton.testing.do_bench``, the median: another's clock, to compare with :func:`bench`.
+
+    It fits calls that take far longer than the host needs to launch them. It times eager calls one at a time, so a
+    short one is measured together with its launch, and it clears L2 by writing zeros, which are written back while the
+    call runs. With ``run`` the figure becomes a row of ``counters``, metric ``triton do_bench``.
+
+    Raises NoDevice without a GPU or without triton, ValueError for a workload of several parts.
+    """
+    place = need_cuda(device)
+    chosen, case = steps.step(step), shapes.workload(workload) if isinstance(workload, str) else workload
+    if len(case.parts()) != 1:
+        raise ValueError(f"workload: {case.name} has {len(case.parts())} parts, a second clock times one call")
+    try:
+        from triton import testing
+    except ImportError as error:
+        raise NoDevice("triton is not installed; it comes with torch for CUDA") from error
+    op = ops.op(chosen.op)
+    inputs = op.make_inputs(case, seed, place)
+    with torch.cuda.device(place):
+        us = float(testing.do_bench(lambda: op.run(step=chosen, **inputs), return_mode="median")) * 1000
+    if run:
+        run.add(CounterRow(run_id=run.run_id, op=chosen.op, step=chosen.name, source_sha=chosen.source_sha,
+                           workload=case.name or case.shape, metric=SECOND_CLOCK, value=us, unit="us"))  # fmt: skip
+    return us
 
 
 def _measure(

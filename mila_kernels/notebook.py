@@ -7,11 +7,11 @@ kernels run in emulation, for their results only, and times are the recorded one
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ _OPEN_CASE = ".open_case.json"
 # ---------------------------------------------------------------------------------------------- a case and its end
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_case(run: RunWriter, failed: TimingRow) -> Iterator[None]:
     """While a case runs, keep the row that it leaves should its process be killed: close_open_case writes it."""
     note = run.folder / _OPEN_CASE
@@ -327,6 +327,31 @@ class Session:
         return pd.DataFrame(kept, columns=found.columns).drop_duplicates(
             ["step", "shape", "workload"], keep="last", ignore_index=True
         )
+
+    def clocks(self, name: str, workloads: Sequence[Workload]) -> pd.DataFrame:
+        """A step's cold times by this project's clock and by ``triton.testing.do_bench``, a row a workload, in us.
+
+        Measured here on a GPU that has triton; elsewhere recorded, perhaps none.
+        """
+        from . import bench
+
+        step = steps.step(name)
+        if self.live:
+            with self.run as run, contextlib.suppress(bench.NoDevice):  # without triton there is one clock
+                for workload in workloads:
+                    bench.second_clock(step, workload, seed=self.seed, run=run, device=self.device)
+        counted = results.table("counters", self.source)
+        counted = counted[(counted["step"] == step.name) & (counted["metric"] == bench.SECOND_CLOCK)]
+        theirs = dict(zip(counted["workload"], counted["value"], strict=True))
+        table = []
+        for row in _records(self.time([name], workloads)):
+            us = theirs.get(row["workload"] or row["shape"])
+            if us and row["status"] == "ok":
+                table.append({
+                    "step": row["step"], "workload": row["workload"] or row["shape"], "ours (us)": row["median_us"],
+                    "do_bench (us)": us, "do_bench / ours": us / row["median_us"],
+                })  # fmt: skip
+        return pd.DataFrame(table).round(2)
 
     def _timings(self, table: str, cache: str) -> pd.DataFrame:
         found = results.with_rates(results.table(table, self.source), self.source)

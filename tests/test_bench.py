@@ -281,6 +281,26 @@ def test_events_are_on_the_stream_of_the_kernel():
         assert bench.time_cuda(reader, cache="cold", working_set=nbytes).median == pytest.approx(expected, rel=0.1)
 
 
+@needs_cuda
+@pytest.mark.cuda
+def test_two_clocks_agree_on_a_long_call(tmp_path):
+    pytest.importorskip("triton")
+    case = shapes.parse_shape("prefill", "b1 q2048h16 kv2048h1 d512 causal bf16")
+    with results.RunWriter(tmp_path) as run:
+        run.update(read_gbps=1e5, bf16_tflops=1e5)
+        ours = bench.bench("prefill/08_ldmatrix", case, run=run)
+        theirs = bench.second_clock("prefill/08_ldmatrix", case, run=run)
+    assert theirs == pytest.approx(ours.median_us, rel=0.1)
+    assert theirs in [row.value for row in results.read(tmp_path, "counters") if row.metric == bench.SECOND_CLOCK]
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_a_second_clock_times_one_call():
+    with pytest.raises(ValueError, match="16 parts"):
+        bench.second_clock("prefill/08_ldmatrix", "prefill/published-instance")
+
+
 # ---- the device's state ----
 
 
