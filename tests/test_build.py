@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import mila_kernels as mk
-from mila_kernels import attention_decode, build, paths, steps
+from mila_kernels import attention_decode, build, ops, paths, shapes, steps
 
 PROBE = Path(__file__).parent / "steps/probe/01_double.cu"
 ODD = "a b ünï 数"  # spaces and letters outside ASCII
@@ -170,14 +170,40 @@ def test_arguments_must_be_a_structure(probe: steps.Step) -> None:
         build.load("probe/01", "emulation")  # type: ignore[arg-type]
 
 
-def test_a_cold_step_takes_three_seconds_at_most(cache: Path, probe: steps.Step) -> None:
-    def cpu() -> float:
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def cpu_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
-    start = cpu()  # CPU time: other processes on the machine do not make the test fail
-    assert doubled(probe) == DOUBLED
-    assert cpu() - start < 3.0
+
+SMALL = {
+    "decode": "b1 q1h2 kv16h1 d64 bf16 page16",
+    "gemm_w4a8": "n256 k256 m16 bf16",
+    "matvec_fp4": "n64 k256 m1 bf16",
+    "matvec_fp8": "n64 k256 m1 bf16",
+    "prefill": "b1 q8h2 kv8h1 d64 causal bf16",
+    "prefill_ring": "b1 q8h2 kv16h1 d64 w8 causal bf16",
+}
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_a_first_call_of_every_operation_builds_in_time(
+    name: str, cache: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 s on a GPU, 3 s of CPU in emulation, the best of three: others share the cores, and nvcc comes from a disk."""
+    assert set(SMALL) == set(ops.OPS)
+    op, device = ops.op(name), torch.device("cuda" if backend == "cuda" else "cpu")
+    inputs = op.make_inputs(shapes.parse_shape(name, SMALL[name]), 0, device)
+    clock, limit = (time.monotonic, 5.0) if backend == "cuda" else (cpu_seconds, 3.0)
+    took = []
+    while not took or (min(took) >= limit and len(took) < 3):
+        monkeypatch.setenv("MILA_CACHE", str(shutil.copytree(cache, cache.parent / f"try {len(took)}")))
+        build.forget()
+        start = clock()
+        op.run(**inputs)
+        if backend == "cuda":
+            torch.cuda.synchronize()
+        took.append(clock() - start)
+    assert min(took) < limit
 
 
 def test_a_warm_step_takes_50_ms_at_most(cache: Path, probe: steps.Step) -> None:
@@ -726,12 +752,3 @@ def test_bad_defaults_are_named(name: str, value: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(f"MILA_EMULATION_{name}", value)
     with pytest.raises(ValueError, match=f"MILA_EMULATION_{name}: '{value}'"):
         build.current_emulation()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_cold_cuda_step_takes_five_seconds_at_most(cache: Path, probe: steps.Step) -> None:
-    torch.cuda.init()
-    start = time.monotonic()
-    assert doubled(probe, "cuda") == DOUBLED
-    assert time.monotonic() - start < 5.0
