@@ -270,12 +270,49 @@ DEVICE void cp_async_bulk_tensor_4d_s2g(const CUtensorMap* map, uint32_t shared,
 #endif
 }
 
+// Starts to bring a box into L2, and nobody hears when it is there.
+DEVICE void cp_async_bulk_prefetch_tensor_5d_L2(const CUtensorMap* map, int x, int y, int z, int w, int v) {
+#ifdef __CUDACC__
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(w), "r"(v)
+               : "memory");
+#else
+  static_cast<void>(map), static_cast<void>(x + y + z + w + v);
+#endif
+}
+
 // Fetches the map itself ahead of its first use.
 DEVICE void prefetch_tensormap(const CUtensorMap* map) {
 #ifdef __CUDACC__
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 #else
   static_cast<void>(map);
+#endif
+}
+
+// ---- what other grids may still write ------------------------------------------------------------------------------
+
+// A load past L1, which keeps nothing of it there.
+DEVICE int32_t ld_relaxed_gpu_s32(const int32_t* global MK_SITE) {
+#ifdef __CUDACC__
+  int32_t x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+  return x;
+#else
+  emu::global_access(global, 4, false, site);
+  return *global;
+#endif
+}
+
+// The same, and what L1 had is forgotten: later loads see what was written before that which this one has seen.
+DEVICE int32_t ld_acquire_gpu_s32(const int32_t* global MK_SITE) {
+#ifdef __CUDACC__
+  int32_t x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+  return x;
+#else
+  emu::global_access(global, 4, false, site);
+  return *global;
 #endif
 }
 
