@@ -451,11 +451,20 @@ def test_the_default_depends_on_the_rows(monkeypatch: pytest.MonkeyPatch, device
     real = build.launch
     monkeypatch.setattr(build, "launch", lambda step, *rest: (chosen.append(step.id), real(step, *rest)))
     k = normal(1, 20, 1, 64, device=device)
-    for heads, tokens, expected in ((8, 1, False), (9, 1, True), (4, 2, False), (4, 3, True)):
+    every = steps.steps
+
+    def default(heads: int, tokens: int) -> steps.Step:
         decode(normal(1, tokens, heads, 64, device=device), ContiguousCache(k, k), ints([20], device))
-        step = steps.step(chosen[-1])
-        assert step.kept and (step.rows > 8) == expected
+        return steps.step(chosen[-1])
+
+    for heads, tokens in ((8, 1), (9, 1), (4, 2), (4, 3)):
+        step = default(heads, tokens)
         assert step.order == max(s.order for s in steps.steps("decode") if s.kept and s.rows <= heads * tokens)
+    last = steps.step("decode/11_one_launch")  # as it was while there was no step for both
+    monkeypatch.setattr(steps, "steps", lambda op=None: [s for s in every(op) if s.order <= last.order])
+    for heads, tokens, expected in ((8, 1, False), (9, 1, True), (4, 2, False), (4, 3, True)):
+        step = default(heads, tokens)
+        assert step.kept and (step == last) == expected
 
 
 # ---- merge -----------------------------------------------------------------------------------------------------------
