@@ -49,6 +49,45 @@ CHECK_SHAPES = {
     "gemm_w4a8": ("n192 k384 m70 bf16", "n208 k256 m3 bf16", "n64 k128 m300 fp16"),
 }
 
+# What kernels of this kind have got wrong: chunks with an offset, tiles and pages filled to one more or one less,
+# windows of the text's length and beyond, more queries than keys, nothing at all.
+EDGE_SHAPES = {
+    "prefill": (
+        "b1 q3h1 kv8h1 d512 causal bf16",
+        "b1 q72h1 kv200h1 d64 causal bf16",
+        "b1 q1h1 kv200h1 d64 causal bf16",
+        "b1 q10h1 kv10h1 d256 w4 causal bf16",
+        "b1 q2h1 kv1023h1 d64 w1024 causal bf16",
+        "b1 q2h1 kv1025h1 d64 w1024 causal bf16",
+        "b1 q20h1 kv33h1 d64 w1000000000 causal bf16",
+        "b1 q4h1 kv2h1 d512 causal bf16",
+        "b1 q200h1 kv3h1 d64 causal bf16",
+        "b1 q20h1 kv0h1 d128 causal bf16",
+        "b1 q0h1 kv20h1 d128 causal bf16",
+    ),
+    "prefill_ring": (
+        "b1 q72h1 kv200h1 d64 w200 causal bf16",
+        "b1 q10h1 kv10h1 d256 w4 causal bf16",
+        "b1 q2h1 kv1023h1 d64 w1024 causal bf16",
+        "b1 q2h1 kv1025h1 d64 w1024 causal bf16",
+        "b1 q1h1 kv5h1 d128 w1024 causal bf16",
+        "b1 q0h1 kv20h1 d128 w16 causal bf16",
+    ),
+    "decode": (
+        "b1 q1h16 kv1h1 d512 bf16 page64",
+        "b1 q1h16 kv63h1 d512 bf16 page64",
+        "b1 q1h16 kv64h1 d512 bf16 page64",
+        "b1 q1h16 kv65h1 d512 bf16 kvfp8 page64",
+        "b1 q1h2 kv10h1 d256 w4 bf16",
+        "b1 q1h8 kv1025h4 d256 w1024 bf16",
+        "b1 q4h2 kv2h1 d64 bf16",
+        "b2 q1h2 kv0h1 d128 bf16 page16",
+    ),
+    "matvec_fp4": ("n3 k256 m1 bf16", "n64 k512 m16 bf16", "n1 k128 m16 fp16"),
+    "matvec_fp8": ("n3 k256 m1 bf16", "n1 k128 m16 fp16"),
+    "gemm_w4a8": ("n256 k256 m0 bf16", "n64 k512 m1 bf16", "n256 k4096 m2 bf16", "n128 k384 m257 bf16"),
+}
+
 EXAMPLES = """\
 examples:
   python -m mila_kernels list                               what steps there are
@@ -185,6 +224,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
     parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape, as in the last example")
+    parser.add_argument("--edges", action="store_true", help="the shapes that kernels of this kind have got wrong")
     _add_device(parser)
     parser.add_argument("--check-mode", action="store_true", help="emulation that reports races and bad accesses")
     parser.add_argument(
@@ -242,7 +282,8 @@ def _check_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
         return chosen
     if step.op not in CHECK_SHAPES:
         raise ValueError(f"{step.id}: {step.op} has no default shapes; give --shape or --workload")
-    everything = [shapes.parse_shape(step.op, text) for text in CHECK_SHAPES[step.op]]
+    texts = (EDGE_SHAPES if args.edges else CHECK_SHAPES)[step.op]
+    everything = [shapes.parse_shape(step.op, text) for text in texts]
     fitting = [w for w in everything if w.dtype in step.dtypes and (not w.is_attention or w.head_dim in step.head_dims)]
     if not fitting:
         raise ValueError(f"{step.id}: none of the default shapes fits it; give --shape or --workload")
@@ -453,6 +494,7 @@ CHECK_MORE = """\
 examples:
   check prefill/01                                          every default shape, one seed
   check prefill --seeds 3                                   all steps of an op, three seeds
+  check decode --edges                                      lengths and windows at which kernels of this kind broke
   check prefill/02 --shape "b1 q64h2 kv256h1 d512 causal bf16" --check-mode
 """
 BENCH_MORE = """\

@@ -118,6 +118,12 @@ def test_check_passes_and_says_what_it_compared(capsys: pytest.CaptureFixture[st
     assert "2 of 2 cases passed" in out
 
 
+def test_edges_are_shapes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "prefill/01", "--edges", "--device", "emulation"]) == 0
+    out = capsys.readouterr().out
+    assert "q4h1 kv2h1" in out and "kv0h1" in out and f"{len(cli.EDGE_SHAPES['prefill'])} of" in out
+
+
 def test_check_mode_passes(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["check", "prefill/02", "--shape", SHAPE, "--device", "emulation", "--check-mode"]
     assert cli.main(arguments) == 0, capsys.readouterr().out
@@ -216,9 +222,10 @@ def test_counters_have_words() -> None:
     assert counters.label("unheard.of") == "unheard.of"
 
 
+@pytest.mark.parametrize("edges", [[], ["--edges"]], ids=["default", "edges"])
 @pytest.mark.parametrize("op", steps.ops())
-def test_every_step_has_default_shapes_that_fit_it(op: str) -> None:
-    args = cli.build_parser("check").parse_args(["check"])
+def test_every_step_has_default_shapes_that_fit_it(op: str, edges: list[str]) -> None:
+    args = cli.build_parser("check").parse_args(["check", *edges])
     for step in steps.steps(op):
         assert cli._check_workloads(step, args), step.id
 
