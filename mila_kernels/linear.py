@@ -32,7 +32,17 @@ MAX_ROWS = 16  # of activations
 CHUNK = 1 << 24  # elements quantised or shuffled at a time: bounds the scratch memory
 
 
-class MatvecFp4Args(ctypes.Structure):
+class _MatvecArgs(ctypes.Structure):
+    """What the arguments of both matvecs have: a library is built for one ``column_tiles`` (``Step.instances``)."""
+
+    @property
+    def column_tiles(self) -> int:
+        """Of 8 columns of the B operand: those that the kernels have instances for."""
+        columns = self.m * (2 if self.dtype == DTYPE_CODES[torch.float16] else 1)
+        return 1 if columns <= 8 else 2 if columns <= 16 else 4
+
+
+class MatvecFp4Args(_MatvecArgs):
     """The mirror of ``csrc/matvec_fp4/args.cuh``."""
 
     _fields_ = [
@@ -45,7 +55,7 @@ class MatvecFp4Args(ctypes.Structure):
     ]
 
 
-class MatvecFp8Args(ctypes.Structure):
+class MatvecFp8Args(_MatvecArgs):
     """The mirror of ``csrc/matvec_fp8/args.cuh``."""
 
     _fields_ = [

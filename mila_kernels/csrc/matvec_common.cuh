@@ -24,12 +24,20 @@ inline int x_columns_that_fit(int k, int columns, int bytes) {
   return ceil_div(ceil_div(k, parts), GROUP) * GROUP;
 }
 
+template <int NT, typename F>
+const char* call_columns(F f) {
+  if constexpr (ONLY_COLUMN_TILES == 0 || ONLY_COLUMN_TILES == NT)
+    return f.template operator()<NT>();
+  else
+    return "this library was built for another number of rows of x";
+}
+
 // Calls f<NT>() for the number of mma's that so many columns take.
 template <typename F>
 const char* with_columns(int columns, F f) {
-  if (columns <= 8) return f.template operator()<1>();
-  if (columns <= 16) return f.template operator()<2>();
-  return f.template operator()<4>();
+  if (columns <= 8) return call_columns<1>(f);
+  if (columns <= 16) return call_columns<2>(f);
+  return call_columns<4>(f);
 }
 
 DEVICE uint4 times(uint4 x, float factor) {

@@ -6,6 +6,7 @@
 //   times as fast, until the blocks' starts and ends, during which nothing is in flight, are what is left.
 // Measured: 28.9 us on gate_up, 1.65 times as fast as step 03 (H200, 2026-11-29).
 // Verdict: Kept. The starts and ends weigh more than predicted: a block lives for one tile.
+// Instances: scale_dtype column_tiles
 #include "args.cuh"
 
 constexpr int WARPS = 15;  // 30 groups of k = 3840 are two each

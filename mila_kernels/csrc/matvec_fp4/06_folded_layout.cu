@@ -6,6 +6,7 @@
 //   LOP3 and SHF share one of half the rate: a third less on the busiest pipe.
 // Measured: 24.5 us on gate_up, 15% faster; 13.3 on fc_down, 9.4 on local_qkv, 5.9 on local_o (H200, 2026-11-29).
 // Verdict: Kept. The decode is no longer what a multiprocessor waits for most.
+// Instances: scale_dtype column_tiles
 #include "args.cuh"
 
 constexpr int WARPS = 15;  // 30 groups of k = 3840 are two each

@@ -5,6 +5,7 @@
 // Measured: no difference beyond the spread: 18.4 us on gate_up, 13.2 on fc_down, 7.6 on local_qkv, 5.6 on local_o, 127.7 on
 //   the lm_head; 08 in the same run 18.4, 13.3, 7.6, 5.5, 127.9 (H200, 2026-11-29).
 // Verdict: Kept, as it costs nothing. Four warps a scheduler hide each other's waits well enough.
+// Instances: scale_dtype column_tiles
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;

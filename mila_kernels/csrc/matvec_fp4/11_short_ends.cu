@@ -11,6 +11,7 @@
 // Verdict: Kept. Clocks of a block on local_o, in the form with cp.async: 6,860, of which 750 until all loads are issued,
 //   2,200 until x is there, 1,200 for the first tile, 2,000 for the second, 700 for the sums. A launch of nothing takes
 //   0.8 us, and reading alone 3.5: what is left is one latency after the other, not instructions.
+// Instances: scale_dtype column_tiles
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;

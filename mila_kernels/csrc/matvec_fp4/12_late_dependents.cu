@@ -11,6 +11,7 @@
 //   gain nothing over 74 says that the border does not starve the memory; the ring itself, with 2.3 instructions a weight
 //   and what it moves through shared memory, is slower alone (18.6 against 17.9 on gate_up) than loads into registers.
 // Spills: a register or two in kernels for more than 8 columns of B, on sm_100a and sm_120.
+// Instances: scale_dtype column_tiles
 #include "args.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;

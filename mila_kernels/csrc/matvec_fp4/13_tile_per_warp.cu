@@ -13,6 +13,7 @@
 //   scales it, before its first product.
 // Architectures: sm_90a sm_100a sm_120
 // Spills: a register or two in kernels for more than 8 columns of B, on sm_100a and sm_120.
+// Instances: scale_dtype column_tiles
 #include "../hopper.cuh"
 #include "args.cuh"
 

@@ -10,6 +10,7 @@
 //   for before: what is needed next is served last.
 // Architectures: sm_90a sm_100a sm_120
 // Spills: a register or two, in the kernels for x that does not fit, and on sm_120 for more than 8 columns of B.
+// Instances: scale_dtype column_tiles
 #include "../hopper.cuh"
 #include "args.cuh"
 

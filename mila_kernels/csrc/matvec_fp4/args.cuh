@@ -1,6 +1,14 @@
 // What every FP4 matvec step is launched with. Mirrored by MatvecFp4Args in mila_kernels/linear.py.
 #pragma once
 
+// The instances of a library: those that a build names, else all.
+#ifndef ONLY_COLUMN_TILES
+#define ONLY_COLUMN_TILES 0
+#endif
+#ifndef ONLY_SCALE_DTYPE
+#define ONLY_SCALE_DTYPE -1
+#endif
+
 #include "../matvec_common.cuh"
 
 // How the codes lie in memory. ROWS: [n, k / 2], the even column in the low nibble; scales [n, k / 128].
@@ -41,11 +49,19 @@ DEVICE void load_pair(bf16 (&pair)[2], const bf16* scales) {
   *reinterpret_cast<uint32_t*>(pair) = ld_global_nc_u32(scales);
 }
 
+template <ScaleDtype DTYPE, typename Scale, typename F>
+const char* call_scale(F f) {
+  if constexpr (ONLY_SCALE_DTYPE == -1 || ONLY_SCALE_DTYPE == DTYPE)
+    return f.template operator()<Scale>();
+  else
+    return "this library was built for another scale_dtype";
+}
+
 // Calls f<Scale>() for the scales' type; refuses a weight in another layout than the step reads.
 template <typename F>
 const char* with_scale(const MatvecFp4Args& args, Layout layout, F f) {
   if (args.layout != layout) return "the weight is in another layout than this step reads";
-  return args.scale_dtype == SCALE_FP32 ? f.template operator()<float>() : f.template operator()<bf16>();
+  return args.scale_dtype == SCALE_FP32 ? call_scale<SCALE_FP32, float>(f) : call_scale<SCALE_BF16, bf16>(f);
 }
 
 // The same with f<T, Scale>(), T being the type of x and y.

@@ -5,6 +5,7 @@
 //   designs were slower: bulk prefetches into L2, one to eight tiles ahead of the loads, 285 to 317 us; two blocks of half
 //   the warps a multiprocessor 236.0.
 // Verdict: Kept. As predicted. The prefetches show that loads in flight were enough: what is asked for twice queues twice.
+// Instances: column_tiles
 #include "args.cuh"
 
 constexpr int max_warps(int nt) { return nt == 4 ? 16 : 32; }  // 32 columns of B take more than 64 registers

@@ -1,6 +1,11 @@
 // What every FP8 matvec step is launched with. Mirrored by MatvecFp8Args in mila_kernels/linear.py.
 #pragma once
 
+// The instances of a library: those that a build names, else all.
+#ifndef ONLY_COLUMN_TILES
+#define ONLY_COLUMN_TILES 0
+#endif
+
 #include "../matvec_common.cuh"
 
 // How the codes lie in memory. ROWS: [n, k]. FRAGMENTS: tiles of 16 rows; per tile and 64 columns two times 16 bytes a
