@@ -104,14 +104,14 @@ def run(chosen: Sequence[Step], tools: Sequence[str], shapes: Sequence[str], job
     is. 0 if all passed, else 1.
     """
 
-    def prepare(step: Step) -> None:
+    def prepare(group: Sequence[Step]) -> None:
         # Built before anything watches, so that the compiler does not run under the tool.
-        command = check_command([step], shapes)
+        command = check_command(group, shapes)
         subprocess.run(command, cwd=paths.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 
     failed = 0
     with results.RunWriter() as writer, ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(prepare, chosen))
+        list(pool.map(prepare, groups(chosen)))
         cases = {
             pool.submit(sanitize, group, tool, shapes): (group, tool) for group in groups(chosen) for tool in tools
         }
