@@ -71,12 +71,17 @@ DEVICE int early_page(const DecodeArgs& args, int batch, int tile, int step) {
   return entry < args.capacity >> boxes.shift ? args.page_table[batch * args.page_table_stride + entry] : -1;
 }
 
+struct AtOnce {
+  DEVICE void operator()() const {}
+};
+
 // The tiles first, first + step, ... below `last` of one piece, by one warp. `keys` are those that are read; parts of a
 // tile without any arrive as zeros, and their table entries are not looked at. `page`: of early_page, if there is one.
-template <typename G, typename Smem, typename Stages>
+// `when` comes back when the next tile may be asked for.
+template <typename G, typename Smem, typename Stages, typename When = AtOnce>
 DEVICE void copy_tiles(Smem& smem, Stages& ring, const CUtensorMap& k_map, const CUtensorMap& v_map,
                        const DecodeArgs& args, int batch, int kv_head, int first, int last, int step, KeyRange keys,
-                       bool early = false, int page = 0) {
+                       bool early = false, int page = 0, When&& when = {}) {
   using KV = typename G::KV;
   constexpr int Bc = G::Bc, NO_PAGE = -1, LOST_PAGE = -2;
   const Boxes<G> cut(args);
@@ -105,6 +110,7 @@ DEVICE void copy_tiles(Smem& smem, Stages& ring, const CUtensorMap& k_map, const
                                      : tile * Bc;
     const bool wraps = args.ring && slot + Bc > args.capacity;
     const bool lost = __any_sync(ALL_LANES, own_page == LOST_PAGE && lane < boxes);
+    when();
 #pragma unroll 1
     for (int item = 0; item < 2; ++item) {
       const uint32_t full = smem_u32(&smem.full[ring.stage]);
