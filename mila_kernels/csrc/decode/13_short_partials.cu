@@ -1,11 +1,17 @@
 // Change: no clusters. With more than 8 rows a block leaves its own partial result, O in 16 bits under a power of two for
-//   each warp's columns, and a second kernel merges them, that waits beside the first: 64 blocks for 512 columns, whose
-//   threads have all they need on the way at once.
+//   each warp's columns, and a second kernel merges them that waits beside the first: 128 blocks for 512 columns, whose
+//   threads have all they need on the way at once. 96 KB on the way in place of 160 leave it room.
 // Prediction: of 11.2 us at 4K keys, 16 heads on 1, the way through the cluster takes 2.0, a fence and a counter 1.0, the
 //   last block's merge 2.8. In their place 0.5 for 16 KB of stores, 1 until the second kernel may go on, 1.5 for it: 3 us
 //   less at any length, and 132 multiprocessors read in place of 120.
-// Measured: not yet.
-// Verdict: rejected as the one that is chosen by itself until a GPU has run it.
+// Measured: H200, 2026-11-30, one run with 12 (in brackets): 16 heads on 1, 4K / 32K / 128K keys 9.2 / 23.6 / 68.1 us
+//   (11.1 / 25.4 / 71.7), E4M3 9.3 / 16.2 / 40.6 (10.8 / 19.0 / 44.7); of that 1 us is the smaller ring's (with 160 KB
+//   9.4 / 24.2 / 69.2, with 192 10.7 / 25.4 / 70.4, for then the merge starts late). 8 heads on 4, E4M3, 4K / 16K / 28K
+//   10.7 / 22.6 / 34.0 (10.7 / 23.4 / 34.8). Four other designs measured at 4K / 32K / 128K, BF16: what clusters of 8 have
+//   added up merged by a second kernel 9.9 / 24.4 / 70.8, the same with clusters of 4 11.2 / 25.8 / 72.9, of 2 14.5 /
+//   29.1 / 76.0, and 12 with clusters of 4 16.9 / 31.5 / 78.5.
+// Verdict: kept: 2 to 4 us faster with 16 rows. Blocks that read at all multiprocessors and leave 16 KB each are cheaper
+//   than any exchange between them.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
@@ -13,7 +19,7 @@
 #include "args.cuh"
 #include "bulk.cuh"
 
-constexpr int TILE_BYTES = 32 * 1024, RING_BYTES = 160 * 1024;
+constexpr int TILE_BYTES = 32 * 1024;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
 constexpr int CONSUMERS = 1;     // named barrier of the warps that multiply
 
@@ -23,10 +29,13 @@ constexpr bool SHORT = NT == 2;
 
 template <int HS>
 constexpr int WARPS = HS / 16 < 8 ? HS / 16 : 8;
-template <typename G>
-constexpr int FITTING = RING_BYTES / static_cast<int>(sizeof(Tile<G>));
-template <typename G>
-constexpr int STAGES = FITTING<G> < 12 ? FITTING<G> : 12;
+// 96 KB on the way do where a tile takes longer than it comes: for many rows, and for E4M3.
+template <typename G, int NT>
+constexpr int RING_BYTES = (NT == 2 || std::is_same_v<typename G::KV, e4m3> ? 96 : 160) * 1024;
+template <typename G, int NT>
+constexpr int FITTING = RING_BYTES<G, NT> / static_cast<int>(sizeof(Tile<G>));
+template <typename G, int NT>
+constexpr int STAGES = FITTING<G, NT> < 12 ? FITTING<G, NT> : 12;
 
 constexpr int NO_WORK = -1;  // in place of a sequence: the block's last piece has been
 
@@ -41,14 +50,14 @@ struct Work {
 
 template <typename G, int NT>
 struct Smem {
-  alignas(1024) Tile<G> stages[STAGES<G>];
+  alignas(1024) Tile<G> stages[STAGES<G, NT>];
   QueryRows<G, NT> queries;
   float s[G::PARTS][8 * NT][G::Bc + 4];
   alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
   float rescale[8 * NT];
   Work work[2];  // of this piece and the next: the producer finds them
-  int lost[STAGES<G>];
-  uint64_t full[STAGES<G>], empty[STAGES<G>], work_full[2], work_empty[2];
+  int lost[STAGES<G, NT>];
+  uint64_t full[STAGES<G, NT>], empty[STAGES<G, NT>], work_full[2], work_empty[2];
 };
 
 // The KV head of an item, and the first of its rows.
@@ -252,7 +261,7 @@ DEVICE void store_partial_rows(const DecodeArgs& args, const float (&o_regs)[G::
 }
 
 template <typename G, int NT>
-DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& work,
+DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G, NT>>& ring, const DecodeArgs& args, const Work& work,
                            int turn) {
   using KV = typename G::KV;
   using P = Product<KV>;
@@ -386,7 +395,7 @@ DEVICE void prepare(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
     prefetch_tensormap(&k_map);
     prefetch_tensormap(&v_map);
   }
-  if (lane < STAGES<G>) {
+  if (lane < STAGES<G, NT>) {
     mbarrier_init(smem_u32(&smem.full[lane]), 1);
     mbarrier_init(smem_u32(&smem.empty[lane]), G::WARPS);
   }
@@ -404,7 +413,7 @@ DEVICE void produce(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
                     int block) {
   const int lane = threadIdx.x % WARP;
   const bool fixed = !args.automatic;
-  Ring<STAGES<G>> ring;
+  Ring<STAGES<G, NT>> ring;
   auto publish = [&](int turn, const Work& work) {
     mbarrier_wait(smem_u32(&smem.work_empty[turn & 1]), turn >> 1 & 1 ^ 1);
     __syncwarp();  // all have seen it: what follows may end the next turn too
@@ -467,7 +476,7 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
   bar_sync(MADE, ALL);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  Ring<STAGES<G>> ring;
+  Ring<STAGES<G, NT>> ring;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     const Work& work = smem.work[turn & 1];

@@ -1,10 +1,14 @@
 // Change: no block runs ahead. All count the tiles they have asked for in one number, and who is more than a tile ahead
-//   of the mean waits. Where many ask for more than memory gives, it does not give all the same: at 128K keys a block was
-//   done after 46 us and another after 65, and in the last third of that the rest asked for too little.
-// Prediction: the work of each block is the same, so are their ends then: 4 us less at 128K keys, 2 at 32K, 2 to 3
+//   of the mean waits.
+// Prediction: at 128K keys a block of 12 is done after 46 us and another after 65: two groups of multiprocessors get more
+//   than the others. The work of each block is the same, so are their ends then: 4 us less at 128K keys, 2 at 32K, 2 to 3
 //   with 8 heads on 4.
-// Measured: not yet.
-// Verdict: rejected as the one that is chosen by itself until a GPU has run it.
+// Measured: H200, 2026-11-30, one run with 13, both with 160 KB on the way (13 in brackets): 16 heads on 1, 4K / 32K /
+//   128K keys 9.7 / 24.4 / 68.9 us (9.4 / 24.2 / 69.2); 8 heads on 4, 4K / 16K / 28K 14.1 / 37.3 / 59.2 (12: 13.8 / 37.0
+//   / 59.2), batch 16 831 (831). Two or three tiles ahead: the same.
+// Verdict: dropped: it does what it should, and nothing comes of it. At 128K keys 107 blocks end after 62 us and 25 after
+//   49; with the count all end after 60 to 64. What the fast ones leave, the others get at once: the memory was busy to
+//   the end either way, at 4,400 GB/s.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
@@ -12,7 +16,7 @@
 #include "args.cuh"
 #include "bulk.cuh"
 
-constexpr int TILE_BYTES = 32 * 1024, RING_BYTES = 160 * 1024;
+constexpr int TILE_BYTES = 32 * 1024;
 constexpr float P_BITS = 14.0f;  // FP16 probabilities are scaled by 2^14: keys stay down to 2^-38 of the largest
 constexpr int CONSUMERS = 1;     // named barrier of the warps that multiply
 constexpr int LEAD = 1, TRIES = 16;  // tiles ahead of the mean; looks until a block goes on by itself
@@ -23,10 +27,13 @@ constexpr bool SHORT = NT == 2;
 
 template <int HS>
 constexpr int WARPS = HS / 16 < 8 ? HS / 16 : 8;
-template <typename G>
-constexpr int FITTING = RING_BYTES / static_cast<int>(sizeof(Tile<G>));
-template <typename G>
-constexpr int STAGES = FITTING<G> < 12 ? FITTING<G> : 12;
+// 96 KB on the way do where a tile takes longer than it comes: for many rows, and for E4M3.
+template <typename G, int NT>
+constexpr int RING_BYTES = (NT == 2 || std::is_same_v<typename G::KV, e4m3> ? 96 : 160) * 1024;
+template <typename G, int NT>
+constexpr int FITTING = RING_BYTES<G, NT> / static_cast<int>(sizeof(Tile<G>));
+template <typename G, int NT>
+constexpr int STAGES = FITTING<G, NT> < 12 ? FITTING<G, NT> : 12;
 
 constexpr int NO_WORK = -1;  // in place of a sequence: the block's last piece has been
 
@@ -41,14 +48,14 @@ struct Work {
 
 template <typename G, int NT>
 struct Smem {
-  alignas(1024) Tile<G> stages[STAGES<G>];
+  alignas(1024) Tile<G> stages[STAGES<G, NT>];
   QueryRows<G, NT> queries;
   float s[G::PARTS][8 * NT][G::Bc + 4];
   alignas(16) Product<typename G::KV> p[8 * NT][G::Bc + 8];
   float rescale[8 * NT];
   Work work[2];  // of this piece and the next: the producer finds them
-  int lost[STAGES<G>];
-  uint64_t full[STAGES<G>], empty[STAGES<G>], work_full[2], work_empty[2];
+  int lost[STAGES<G, NT>];
+  uint64_t full[STAGES<G, NT>], empty[STAGES<G, NT>], work_full[2], work_empty[2];
 };
 
 // The KV head of an item, and the first of its rows.
@@ -252,7 +259,7 @@ DEVICE void store_partial_rows(const DecodeArgs& args, const float (&o_regs)[G::
 }
 
 template <typename G, int NT>
-DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const DecodeArgs& args, const Work& work,
+DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G, NT>>& ring, const DecodeArgs& args, const Work& work,
                            int turn) {
   using KV = typename G::KV;
   using P = Product<KV>;
@@ -386,7 +393,7 @@ DEVICE void prepare(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
     prefetch_tensormap(&k_map);
     prefetch_tensormap(&v_map);
   }
-  if (lane < STAGES<G>) {
+  if (lane < STAGES<G, NT>) {
     mbarrier_init(smem_u32(&smem.full[lane]), 1);
     mbarrier_init(smem_u32(&smem.empty[lane]), G::WARPS);
   }
@@ -434,7 +441,7 @@ DEVICE void produce(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
                     int block) {
   const int lane = threadIdx.x % WARP;
   const bool fixed = !args.automatic;
-  Ring<STAGES<G>> ring;
+  Ring<STAGES<G, NT>> ring;
   auto publish = [&](int turn, const Work& work) {
     mbarrier_wait(smem_u32(&smem.work_empty[turn & 1]), turn >> 1 & 1 ^ 1);
     __syncwarp();  // all have seen it: what follows may end the next turn too
@@ -499,7 +506,7 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
   bar_sync(MADE, ALL);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  Ring<STAGES<G>> ring;
+  Ring<STAGES<G, NT>> ring;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     const Work& work = smem.work[turn & 1];
