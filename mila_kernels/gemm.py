@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import build, linear, outputs, steps
+from . import attention_decode, build, linear, outputs, steps
 from .linear import DTYPE_CODES, DTYPE_NAMES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
 
 OP = "gemm_w4a8"
@@ -21,6 +21,7 @@ LARGEST_PRODUCT = linear.FP4_MAGNITUDES[-1] / linear.FP8_MAX  # times the larges
 BLOCK_ROWS = 64  # of a shuffled weight: those of one wgmma
 BLOCK_BYTES = BLOCK_ROWS * KERNEL_GROUP // 2 + BLOCK_ROWS * 4  # codes, then a scale a row
 MAX_ROWS = 1 << 22
+TILE = 128 * 256  # outputs of the largest tile of a step that splits K
 # What the library's products take besides 128 columns; the kernels of ours take any number of rows of the weight.
 LIBRARY_MULTIPLE = 16
 
@@ -32,7 +33,7 @@ class GemmW4a8Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "x_codes", "x_scales", "w_codes", "w_scales", "w_range")),
-        *((name, ctypes.c_void_p) for name in ("w_scratch", "sums", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("w_scratch", "sums", "bias", "y", "partials", "arrivals")),
         *((name, ctypes.c_int64) for name in ("x_stride", "x_codes_stride", "y_stride")),
         *((name, ctypes.c_int32) for name in ("m", "n", "k", "phase", "x_dtype", "y_dtype", "w_scale_dtype")),
         *((name, ctypes.c_int32) for name in ("layout", "sm_count")),
@@ -174,7 +175,10 @@ class _Call:
             reads["w_range"] = self._w_range()
         if self.bias is not None:
             reads["bias"] = self.bias
-        self._launch("multiply", reads, {"y": y})
+        writes = {"y": y}
+        if "partials" in _code(self.step):
+            writes |= self._parts()
+        self._launch("multiply", reads, writes)
         return y if y.shape[1] == self.n else y[:, : self.n].contiguous()
 
     def upcast(self) -> torch.Tensor:
@@ -233,6 +237,12 @@ class _Call:
     def _y(self) -> torch.Tensor:
         """Rows of a multiple of 16 bytes, as copies from shared memory need them."""
         return outputs.empty(self.x, (self.m, -(-self.n // 8) * 8), self.out_dtype)
+
+    def _parts(self) -> dict[str, torch.Tensor]:
+        """Room for two parts of a tile a multiprocessor, and counters of the tiles that are split."""
+        sms = _sm_count(self.x.device)
+        partials = outputs.empty(self.x, (2 * sms, TILE), torch.float32)
+        return {"partials": partials, "arrivals": attention_decode._arrivals(self.x.device, 4 * sms)}
 
     def _weight(self) -> dict[str, torch.Tensor]:
         return {"w_codes": self.w_codes, "w_scales": self.w_scales}

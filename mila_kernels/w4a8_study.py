@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import matplotlib
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
-from . import fp4_diet, gemm, linear, reference, results, static, steps
+from . import fp4_diet, gemm, linear, ops, parity, plots, reference, results, static, steps
 from .bench import time_cuda
 from .linear import Fp4Weight, quantize_fp4
 from .notebook import Session, peers_of
-from .results import CounterRow, RunWriter
-from .shapes import Workload
+from .results import CounterRow, ParityRow, RunWriter
+from .shapes import Workload, parse_shape
 
 LAYERS = 48  # of the model whose layers these products are
 WIDTH, REAL_WIDTH = 256, 384  # of the stacks' residual streams
@@ -59,6 +61,86 @@ def long_sums_table(session: Session, names: Sequence[str], lengths: Sequence[in
     return rows.drop_duplicates(["step", "k"], keep="last").pivot(index="k", columns="step", values="share")
 
 
+# ---- rate against error ----------------------------------------------------------------------------------------------
+
+
+def time_in_turns(
+    session: Session, names: Sequence[str], workloads: Sequence[Workload], peers: bool = False
+) -> pd.DataFrame:
+    """As ``session.time``, workload by workload, each begun with another step: under load the board's power sets the
+    clock, and a step after a slow one finds it 10% higher."""
+    found = []
+    for i, workload in enumerate(workloads):
+        first = i * len(names) // len(workloads)
+        found.append(session.time([*names[first:], *names[:first]], [workload], peers=peers))
+    return pd.concat(found, ignore_index=True).drop_duplicates(["step", "shape", "workload"], ignore_index=True)
+
+
+def measure_errors(names: Sequence[str], workloads: Sequence[Workload], seed: int, device: torch.device,
+                   run: RunWriter) -> None:  # fmt: skip
+    """Errors of steps against float64 on the same codes and FP4 weights, written to the run: one truth a workload."""
+    op = ops.op(gemm.OP)
+    for w in workloads:
+        inputs = op.make_inputs(w, seed, device)
+        (want,) = op.reference(**inputs)
+        for step in map(steps.step, names):
+            (got,) = op.run(step=step, **inputs)
+            found = parity.compare(got, want, step.bound or op.bound(w))
+            run.add(ParityRow(run_id="", op=op.name, step=step.name, source_sha=step.source_sha,
+                              backend="cuda" if device.type == "cuda" else "emulation", shape=w.shape, seed=seed,
+                              rel_l2=found.rel_l2, max_abs=found.max_abs, nonfinite=found.nonfinite,
+                              bound=found.bound, passed=found.passed))  # fmt: skip
+
+
+def trade(session: Session, names: Sequence[str], workloads: Sequence[Workload]) -> pd.DataFrame:
+    """Rate and error of steps by the number of tokens, a row each: the columns of the timings, ``tokens`` and
+    ``rel_l2``. Measured here on a GPU, else as recorded; the error is left open where none was recorded."""
+    if session.live:
+        with session.run as run:
+            measure_errors(names, workloads, session.seed, session.device, run)
+    timings = time_in_turns(session, names, workloads)
+    errors = results.table("parity", session.source)
+    errors = errors[(errors["op"] == gemm.OP) & (errors["backend"] == "cuda")]
+    errors = errors.drop_duplicates(["step", "shape"], keep="last")[["step", "shape", "rel_l2"]]
+    timings = timings.assign(tokens=[parse_shape(gemm.OP, text).m for text in timings["shape"]])
+    return timings.merge(errors, on=["step", "shape"], how="left")
+
+
+def trade_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of :func:`trade` as TFLOP/s, a column a number of tokens, and each step's largest error."""
+    if rows.empty:
+        return pd.DataFrame({"TFLOP/s": ["not measured"]})
+    rates = [f"{f / us / 1e6:,.0f}" if us > 0 else "" for f, us in zip(rows["flops"], rows["median_us"], strict=True)]
+    table = rows.assign(rate=rates).pivot(index="step", columns="tokens", values="rate").fillna("")
+    worst = rows.groupby("step")["rel_l2"].max()
+    return table.assign(error=[f"{e:.2e}" if e == e else "" for e in worst.reindex(table.index)])
+
+
+def trade_figure(rows: pd.DataFrame) -> Figure:
+    """TFLOP/s against error, a line a step through its numbers of tokens, the largest with the largest marker.
+
+    ``rows``: of :func:`trade`, those with an error.
+    """
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=(7.2, 4.6))
+        axes = figure.subplots()
+        for i, (name, group) in enumerate(rows.sort_values("tokens").groupby("step")):
+            rate = group["flops"] / group["median_us"] / 1e6
+            colour, marker = plots.COLOURS[i % 7], plots.MARKERS[i // 7 % 7]
+            axes.plot(group["rel_l2"], rate, color=colour, linewidth=0.6, alpha=0.6)
+            axes.scatter(group["rel_l2"], rate, s=10 + 8 * group["tokens"].rank(), color=colour, marker=marker,
+                         label=str(name))  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("relative error")
+        axes.set_ylabel("TFLOP/s")
+        axes.grid()
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.set_title("Rate against error: larger markers, more tokens")
+        figure.set_layout_engine("constrained")
+    return figure
+
+
 # ---- the quantiser's share -------------------------------------------------------------------------------------------
 
 
@@ -83,7 +165,7 @@ def _bound_call(x: torch.Tensor, w: Fp4Weight, step: str) -> Callable[[], torch.
 def rates_table(session: Session, names: Sequence[str], workloads: Sequence[Workload]) -> pd.DataFrame:
     """TFLOP/s by workload: the fastest of the named steps, the same with quantisation in the call, the peers, the
     target. Measured here on a GPU, else as recorded."""
-    timings = session.time(names, workloads, peers=True)
+    timings = time_in_turns(session, names, workloads, peers=True)
     best = {name: steps.step(name).name for name in names}
     if session.live:
         with session.run as run:

@@ -95,6 +95,28 @@ def test_every_tile_size(m: int, n: int, k: int, step: str) -> None:
     assert torch.equal(y, gemm_w4a8((codes, scales), w, step="gemm_w4a8/08_warp_specialised"))
 
 
+# On three SMs: a tile in three parts, two tiles in four, four and ten tiles.
+SPLIT = [(40, 64, 24 * 128), (250, 250, 40 * 128), (250, 512, 20 * 128), (1000, 130, 25 * 128)]
+
+
+@pytest.mark.parametrize("m, n, k", SPLIT)
+@pytest.mark.parametrize("step", [s for s in OURS if "partials" in gemm._code(steps.step(s))])
+def test_tiles_cut_along_k(m: int, n: int, k: int, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order the parts end, the sums are the same bits; and the counters are left at zero."""
+    room = {"partials": torch.full((6, gemm.TILE), torch.nan), "arrivals": torch.zeros(12, dtype=torch.int32)}
+    monkeypatch.setattr(gemm._Call, "_parts", lambda call: room)
+    w = weight(n, k, 1)
+    codes, scales = reference.quantize_activations(random((m, k), 2))
+    found = []
+    for seed in range(4):
+        with build.emulation(check=seed == 0, seed=seed):
+            found.append(gemm_w4a8((codes, scales), w, step=step))
+        assert room["arrivals"].abs().max() == 0
+    assert rel_l2(found[0], truth(codes, scales, w)) <= bound(step, found[0])
+    assert all(torch.equal(y, found[0]) for y in found[1:])
+    assert not room["partials"].isnan().all()  # a tile was cut
+
+
 @pytest.mark.parametrize("step", [s for s in OURS if int(s.split("/")[1][:2]) > 4])
 def test_stages_are_used_again_within_a_tile(step: str) -> None:
     """More groups of columns than there are stages, and than are one piece of code."""

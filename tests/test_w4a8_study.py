@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mila_kernels import notebook, paths, results, static, steps, w4a8_study
-from mila_kernels.results import CounterRow
+from mila_kernels.results import CounterRow, ParityRow, TimingRow
+from mila_kernels.shapes import linear_workload
 
 CPU = torch.device("cpu")
 ONE_SCALE, TOKEN_SCALE, EXACT = (f"gemm_w4a8/{name}" for name in ("02", "03", "10"))
@@ -61,6 +62,35 @@ def test_recorded_sums_and_rates_are_shown(tmp_path: Path, monkeypatch: pytest.M
     rates = w4a8_study.rates_table(session, [EXACT], [case])
     assert rates["with quantisation"].tolist() == [f"{2 * case.m * case.n * case.k / 120e6:,.0f}"]
     assert rates["target"].tolist() == ["1,320"] and rates["fastest step"].tolist() == ["not measured"]
+
+
+def test_rate_and_error_of_steps_by_the_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "RESULTS", tmp_path)
+    session = notebook.start("emulation", gpu="h200")
+    cases = [linear_workload("gemm_w4a8", n=256, k=256, m=m) for m in (16, 64)]
+    assert w4a8_study.trade(session, [ONE_SCALE, EXACT], cases).empty
+    for step in map(steps.step, [ONE_SCALE, EXACT]):
+        for w in cases:
+            same = {"run_id": "r", "op": step.op, "step": step.name, "source_sha": step.source_sha, "shape": w.shape}
+            results.append(tmp_path / "h200", TimingRow(**same, workload="", dtype="bf16", cache="cold", warmup=3, n=10,
+                           median_us=10.0, p10_us=9.0, p90_us=11.0, min_us=9.0, flops=1e9 * w.m, bytes=1e6, status="ok",
+                           error=""))  # fmt: skip
+            results.append(tmp_path / "h200", ParityRow(**same, backend="cuda", seed=0, rel_l2=w.m * 1e-4, max_abs=1.0,
+                           nonfinite=0, bound=1.0, passed=True))  # fmt: skip
+    rows = w4a8_study.trade(session, [ONE_SCALE, EXACT], cases)
+    table = w4a8_study.trade_table(rows)
+    assert table.loc["10_batches_in_flight"].tolist() == ["1,600", "6,400", "6.40e-03"]
+    (axes,) = w4a8_study.trade_figure(rows).axes
+    assert sorted(axes.lines[0].get_ydata()) == [1600, 6400]
+
+
+def test_errors_are_written_for_each_step_and_shape(tmp_path: Path) -> None:
+    cases = [linear_workload("gemm_w4a8", n=64, k=256, m=m) for m in (5, 40)]
+    with results.RunWriter(tmp_path) as run:
+        w4a8_study.measure_errors([ONE_SCALE, EXACT], cases, 0, CPU, run)
+        found = results.read(run.folder, "parity")
+    assert [(row.step, row.passed) for row in found] == 2 * [("02_tensor_scale", True), ("10_batches_in_flight", True)]
+    assert found[0].rel_l2 > 10 * found[1].rel_l2 > 0
 
 
 def test_mma_sync_has_no_fp8_on_hopper() -> None:

@@ -28,6 +28,8 @@ struct GemmW4a8Args {
   const float* sums;     // [m, n], the library's products, where PHASE_MULTIPLY is the epilogue
   const void* bias;      // [n] of y's type, or null
   void* y;
+  float* partials;     // of steps that split K: sums of parts of tiles, 2 x sm_count x tile
+  uint32_t* arrivals;  // a counter a tile and warpgroup, 4 x sm_count, zero before and after a launch
   int64_t x_stride, x_codes_stride, y_stride;  // of rows, in elements
   int32_t m, n, k;
   int32_t phase;          // Phase
@@ -44,6 +46,20 @@ DEVICE float to_float(float x) { return x; }
 template <typename F>
 const char* with_dtype(int dtype, F f) {
   return dtype == DTYPE_FP16 ? f.template operator()<fp16>() : f.template operator()<bf16>();
+}
+
+// The same for y's; a library may have been built for one of them.
+#ifndef ONLY_Y_DTYPE
+#define ONLY_Y_DTYPE -1
+#endif
+template <typename F>
+const char* with_y_dtype(const GemmW4a8Args& args, F f) {
+  if (args.y_dtype == DTYPE_FP16) {
+    if constexpr (ONLY_Y_DTYPE != DTYPE_BF16) return f.template operator()<fp16>();
+  } else {
+    if constexpr (ONLY_Y_DTYPE != DTYPE_FP16) return f.template operator()<bf16>();
+  }
+  return "this library was built for another y_dtype";
 }
 
 template <typename F>
