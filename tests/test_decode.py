@@ -517,3 +517,23 @@ def test_a_captured_call_replays_at_other_lengths(step: str, backend: str, devic
         for _ in range(2):
             graph.replay()
             close(out, reference.decode(q, cache, lengths), 2.0**-8)
+
+
+def test_a_call_reads_what_the_one_before_has_written(step: str, backend: str, device: torch.device) -> None:
+    # Queries, keys and values are outputs of the calls before, which may still run as the next one starts.
+    q, k, v = (normal(1, 8, 16, 64, device=device, seed=seed) for seed in (1, 2, 3))
+    lengths = ints([8], device)
+    wait = torch.cuda.synchronize if backend == "cuda" else int
+
+    def walk(between: Any) -> list[torch.Tensor]:
+        found = [decode(q, ContiguousCache(k, v), lengths, step=step)]
+        for i in range(6):
+            between()
+            x = found[-1]
+            found.append(decode(x if i % 2 else q, ContiguousCache(x, v if i % 3 else x), lengths, step=step))
+        wait()
+        return found
+
+    alone = walk(wait)
+    for _ in range(5 if backend == "cuda" else 1):
+        assert all(torch.equal(a, b) for a, b in zip(alone, walk(int), strict=True))

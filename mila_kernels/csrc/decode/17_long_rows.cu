@@ -32,8 +32,13 @@ template <typename G, int NT>
 constexpr int RING_BYTES = (NT == 2 || std::is_same_v<typename G::KV, e4m3> ? 96 : 160) * 1024;
 template <typename G, int NT>
 constexpr int FITTING = RING_BYTES<G, NT> / static_cast<int>(sizeof(Tile<G>));
+constexpr int MOST_BYTES = 184 * 1024;  // with the lines of zeros
+template <typename G>
+constexpr int MOST_STAGES = MOST_BYTES / static_cast<int>(sizeof(BulkTile<G>)) < 12
+                                ? MOST_BYTES / static_cast<int>(sizeof(BulkTile<G>))
+                                : 12;
 template <typename G, int NT>
-constexpr int STAGES = FITTING<G, NT> < 12 ? FITTING<G, NT> : 12;
+constexpr int STAGES = FITTING<G, NT> < MOST_STAGES<G> ? FITTING<G, NT> : MOST_STAGES<G>;
 
 constexpr int NO_WORK = -1;  // in place of a sequence: the block's last piece has been
 
