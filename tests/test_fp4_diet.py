@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mila_kernels import fp4_diet, linear, reference, shapes, static, steps
-from mila_kernels.token_chain import TokenChain, layer_names, token_chain
+from mila_kernels import build, fp4_diet, linear, reference, shapes, static, steps
+from mila_kernels.token_chain import OneLaunch, TokenChain, layer_names, token_chain
 
-FASTEST = "matvec_fp4/13_tile_per_warp"
+FASTEST = "matvec_fp4/15_two_blocks"
 
 
 def test_layers_of_a_token() -> None:
@@ -29,6 +29,53 @@ def test_each_matvec_is_fed_with_the_one_before(device: torch.device) -> None:
         assert y.shape == x.shape and (y.double() - x).norm() < 2e-2 * x.norm()
     assert chain.nbytes == sum(w.nbytes for w in chain.weights)
     assert 0.3 < float(x.std()) < 3, "activations keep their size"
+
+
+def one_launch(device: torch.device, shrink: int) -> OneLaunch:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the chain in one launch is for sm_90a")
+    return OneLaunch(token_chain(device, step=FASTEST, layers=7, lm_head=False, shrink=shrink))
+
+
+def test_one_launch_feeds_each_matvec_with_the_one_before(device: torch.device, large: bool) -> None:
+    for shrink in (16, 1) if large else (16,):
+        chain = one_launch(device, shrink)
+        first = chain.run()
+        outputs = chain.outputs.clone()
+        x = chain.chain.x
+        for w, y in zip(chain.fp4, outputs.split([w.n for w in chain.fp4]), strict=True):
+            want = reference.matvec(x[:, : w.k], w.dequantize(torch.float64))
+            assert (y.double() - want).norm() < 2e-3 * want.norm()
+            x = y[None]
+        assert torch.equal(first[0], outputs[-chain.fp4[-1].n :])
+        for _ in range(3):
+            assert torch.equal(chain.run(), first) and torch.equal(chain.outputs, outputs)
+
+
+def test_one_launch_is_clean_in_check_mode() -> None:
+    chain = one_launch(torch.device("cpu"), 32)
+    want = chain.run()
+    for seed in range(2):
+        with build.emulation(check=True, seed=seed):
+            assert torch.equal(chain.run(), want)
+
+
+def test_one_launch_with_activations_far_from_one_and_with_nan() -> None:
+    chain = one_launch(torch.device("cpu"), 32)
+    chain.chain.x.mul_(2.0**100)
+    assert bool(torch.isfinite(chain.run()).all())
+    chain.chain.x[0, 5] = torch.nan
+    assert bool(torch.isnan(chain.run()).all())
+
+
+def test_one_launch_refuses_what_it_cannot_take() -> None:
+    chain = token_chain("cpu", step=FASTEST, layers=1, lm_head=False, shrink=32)
+    with pytest.raises(ValueError, match="first 1 to 256"):
+        OneLaunch(TokenChain((), chain.x))
+    with pytest.raises(ValueError, match="matvec 0 must have BF16"):
+        OneLaunch(TokenChain(chain.weights, chain.x.half()))
+    with pytest.raises(ValueError, match="matvec 0 of shape"):
+        OneLaunch(TokenChain(chain.weights[3:], chain.x))
 
 
 def test_a_chain_in_rows_for_the_published_steps() -> None:
