@@ -1,17 +1,17 @@
 // Change: no clusters. With more than 8 rows a block leaves its own partial result, O in 16 bits under a power of two for
 //   each warp's columns, and a second kernel merges them that waits beside the first: 128 blocks for 512 columns, whose
-//   threads have all they need on the way at once. 96 KB on the way in place of 160 leave it room.
+//   threads have all they need on the way at once. 96 KB of tiles on the way in place of 160 leave it room.
 // Prediction: of 11.2 us at 4K keys, 16 heads on 1, the way through the cluster takes 2.0, a fence and a counter 1.0, the
-//   last block's merge 2.8. In their place 0.5 for 16 KB of stores, 1 until the second kernel may go on, 1.5 for it: 3 us
-//   less at any length, and 132 multiprocessors read in place of 120.
+//   last block's merge 2.8. In their place 0.5 for 16 KB of stores, 1 until the second kernel may go on, 1.5 for it: 3
+//   us less at any length, and 132 multiprocessors read in place of 120.
 // Measured: H200, 2026-11-30, one run with 12 (in brackets): 16 heads on 1, 4K / 32K / 128K keys 9.2 / 23.6 / 68.1 us
-//   (11.1 / 25.4 / 71.7), E4M3 9.3 / 16.2 / 40.6 (10.8 / 19.0 / 44.7); of that 1 us is the smaller ring's (with 160 KB
-//   9.4 / 24.2 / 69.2, with 192 10.7 / 25.4 / 70.4, for then the merge starts late). 8 heads on 4, E4M3, 4K / 16K / 28K
-//   10.7 / 22.6 / 34.0 (10.7 / 23.4 / 34.8). Four other designs measured at 4K / 32K / 128K, BF16: what clusters of 8 have
-//   added up merged by a second kernel 9.9 / 24.4 / 70.8, the same with clusters of 4 11.2 / 25.8 / 72.9, of 2 14.5 /
-//   29.1 / 76.0, and 12 with clusters of 4 16.9 / 31.5 / 78.5.
-// Verdict: kept: 2 to 4 us faster with 16 rows. Blocks that read at all multiprocessors and leave 16 KB each are cheaper
-//   than any exchange between them.
+//   (11.1 / 25.4 / 71.7), E4M3 9.3 / 16.2 / 40.6 (10.8 / 19.0 / 44.7); with 160 KB on the way 9.4 / 24.2 / 69.2, with 192,
+//   where the merge has no room beside, 10.8 / 25.5 / 70.1. 8 heads on 4, E4M3, 4K / 16K / 28K 10.7 / 22.6 / 34.0 (10.7 /
+//   23.4 / 34.8); BF16 needs its 160 KB there: with 96 14.4 / 38.6 / 61.2 (13.8 / 37.0 / 59.2). Four other designs, BF16,
+//   16 heads: what clusters of 8 have added up merged by a second kernel 9.9 / 24.4 / 70.8, the same with clusters of 4
+//   11.2 / 25.8 / 72.9, of 2 14.5 / 29.1 / 76.0, and 12 with clusters of 4 16.9 / 31.5 / 78.5.
+// Verdict: kept: 2 to 4 us faster with 16 rows. A block at every multiprocessor that leaves 16 KB is cheaper than any
+//   exchange between blocks. The rest of the prediction went to the end of the first grid, that the second waits for.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512

@@ -1,13 +1,19 @@
-// Change: a block's first tiles are brought to L2 while the kernels before still run. Lengths, pages, keys and values may be
-//   their work: nothing that is read so early is used but to guess where tiles lie, L2 always has what was written last,
-//   and everything is read again once it may be.
-// Prediction: 3 us of a call go by from the last tile of one call to the first of the next, in which memory does nothing.
-//   64 KB a block are 1.9 us of its time: 1 to 2 us less at any length where kernels follow one another.
-// Measured: H200, 2026-11-30, one run with 15 (in brackets), both with the count of 14: 8 heads on 4, 4K / 16K / 28K keys
-//   12.4 / 35.7 / 57.7 us (13.1 / 36.4 / 58.3), E4M3 9.2 / 21.5 / 33.1 (9.8 / 22.5 / 33.9); 16 heads on 1, 4K / 32K / 128K
-//   with 160 KB on the way 9.5 / 23.8 / 68.3 (14: 9.7 / 24.4 / 68.9).
-// Verdict: kept: 0.5 to 1 us faster. Twice as much ahead is no faster, half as much is worth half: the merge of the call
-//   before reads at the same time and takes longer for it.
+// Change: a block's first tiles are brought to L2 while the kernels before still run. Lengths, pages, keys and values may
+//   be their work: nothing that is read so early is used but to guess where tiles lie, L2 always has what was written
+//   last, and everything is read again once it may be.
+// Prediction: 3 us of a call go by from the last tile of one call to the first of the next, in which memory does
+//   nothing. 64 KB a block are 1.9 us of its time: 1 to 2 us less at any length where kernels follow one another.
+// Measured: H200, 2026-11-30, one run with 12 (in brackets): 16 heads on 1, 4K / 32K / 128K keys 9.0 / 22.9 / 67.8 us
+//   (11.2 / 25.5 / 72.2), E4M3 8.4 / 16.2 / 39.9 (10.8 / 19.2 / 44.2); 8 heads on 4, 4K / 16K / 28K 12.1 / 35.8 / 58.3
+//   (13.8 / 37.1 / 59.5), E4M3 8.9 / 20.9 / 32.2 (10.7 / 23.5 / 34.9); batch 16, 28K 832 and 426 (832 and 426), batch
+//   64 3,298 and 1,690 (3,302 and 1,692). Of that 0.6 us at any length is this step's, in a run with 15. Other designs in
+//   that run: 32 KB ahead 0.4 to 0.6 us slower, 128 KB the same; tiles copied by whole rows, as they lie in memory, in
+//   place of columns of 128 bytes 23.0 / 67.5 and 36.3 (22.9 / 67.5 and 35.5), batch 64 the same; a merge that looks at a
+//   counter in place of waiting for the grid 0.4 to 1 us slower at any length. A wider page table cost 3% at 4K keys, for
+//   pages were looked up as far as it goes: since then, as far as the length goes that was known early.
+// Verdict: kept: 0.6 us faster. Half of what was predicted: the merge of the call before reads at the same time and takes
+//   longer for it. Left are, at 4K keys and 16 heads, 1 us until the work is known, 2.7 for the tiles, and 4 from the last
+//   tile to the next call: two ends of a grid and the merge between them. At batch 64 memory gives all it can.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
@@ -474,14 +480,13 @@ DEVICE void prepare(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
 // values: nothing that is read here is used but to say where tiles may lie, and what is asked for in vain costs time only.
 template <typename G>
 DEVICE void prefetch_tiles(const CUtensorMap& k_map, const CUtensorMap& v_map, const DecodeArgs& args, Piece piece,
-                           int step) {
+                           int step, int length) {
   constexpr int AHEAD = AHEAD_BYTES / 2 / static_cast<int>(sizeof(Tile<G>));
   const Boxes<G> cut(args);
   const int position = cut.position(piece.first, step), entry = position >> cut.shift;
   if (static_cast<int>(threadIdx.x % WARP) >= AHEAD << cut.log_parts || position >= args.capacity) return;
   int page = piece.batch;
   if (args.page_table) page = ld_relaxed_gpu_s32(args.page_table + page * args.page_table_stride + entry);
-  const int length = ld_relaxed_gpu_s32(args.lengths + piece.batch);
   if (position >= length || page < 0 || (args.page_table && page >= args.pages)) return;
   const int slot = args.page_table ? position & ((1 << cut.shift) - 1) : position;
 #pragma unroll 1
@@ -507,19 +512,25 @@ DEVICE void produce(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
     }
   };
 
+  const Boxes<G> cut(args);
+  int first_position = 0;  // of the lane's part of the first tiles
   Piece piece = {};
   bool early = false;
-  int page = 0, step = 1, x = 0, end = 1, turn = 0;
+  int page = 0, step = 1, x = 0, end = 1, turn = 0, known = 0;  // known: keys whose pages are looked up early
   if (fixed) {
     step = args.splits;
     piece = fixed_piece(args, block);
     early = args.page_table && args.window == 0;  // tiles count from the sequence's first
-    if (args.window == 0) prefetch_tiles<G>(k_map, v_map, args, piece, step);
+    first_position = cut.position(piece.first, step);
+    if (args.window == 0) {
+      known = ld_relaxed_gpu_s32(args.lengths + piece.batch);
+      prefetch_tiles<G>(k_map, v_map, args, piece, step, known);
+    }
   }
   griddepcontrol_wait();  // keys, values, queries and the workspace may be the work of the kernel before
   griddepcontrol_launch_dependents();
   if (fixed) {
-    if (early) page = early_page<G>(args, piece.batch, piece.first, step);
+    if (early && first_position < known) page = early_page<G>(args, piece.batch, piece.first, step);
   }
   const Schedule<G::Bc> schedule(args, MIN_TILES, !fixed);
   if (!fixed) x = schedule.begin(block), end = schedule.end(block);
@@ -536,6 +547,8 @@ DEVICE void produce(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
     }
     work.more = x < end;
     publish(turn, work);
+    // The length has changed since: all are looked up.
+    if (__any_sync(ALL_LANES, first_position >= known && first_position < work.keys.end)) early = false;
     copy_tiles<G>(smem, ring, k_map, v_map, args, piece.batch, work.kv_head, work.piece.first, work.piece.last,
                   step, work.keys, early, page);
   }

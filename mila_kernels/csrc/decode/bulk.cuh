@@ -6,58 +6,28 @@
 #include "schedule.cuh"
 #include "tiles.cuh"
 
-// A tile as a tensor copy with swizzle lays it down, in lines of SPAN 16-byte pieces. Of a Shape<...>, columns of lines, one
-// below the other; of one with a PITCH, rows of so many lines. Those of neighbouring rows differ in how they are swizzled:
-// PITCH is odd, with a line of zeros where the row itself has an even number.
+// Of Shape<...>: 16-byte piece `chunk` of row `row` of a tile as a tensor copy with swizzle lays it down: columns of
+// SPAN pieces, one below the other.
 template <typename G>
 constexpr int SPAN = G::CHUNKS < 8 ? G::CHUNKS : 8;
-template <typename G>
-constexpr int COLUMNS = G::CHUNKS / SPAN<G>;
-template <typename G>
-concept InRows = requires { G::PITCH; };
 
 template <typename G>
-constexpr int row_lines() {
-  if constexpr (InRows<G>) return G::PITCH;
-  return 1;
-}
-template <typename G>
-constexpr int ROW = row_lines<G>();  // lines from a row to the next
-template <typename G>
-constexpr int COLUMN = InRows<G> ? 1 : G::Bc;  // from a column to the next
-template <typename G>
-constexpr int TILE_LINES = InRows<G> ? G::Bc * ROW<G> : G::Bc * COLUMNS<G>;
-template <typename G>
-using BulkTile = uint4[TILE_LINES<G> * SPAN<G>];
-
-template <typename G>
-DEVICE int swizzle_of_line(int line) {
-  return SPAN<G> == 8 ? line & 7 : line >> 1 & 3;
+DEVICE int swizzle_of_row(int row) {
+  return SPAN<G> == 8 ? row & 7 : row >> 1 & 3;
 }
 
-// Where piece `chunk` of row `row` lies.
-template <typename G>
-DEVICE int place(int row, int chunk) {
-  const int line = row * ROW<G> + chunk / SPAN<G> * COLUMN<G>;
-  return line * SPAN<G> + (chunk % SPAN<G> ^ swizzle_of_line<G>(line));
-}
-
-// Tensor maps of K and V: {16 * SPAN bytes, slots, columns, KV heads, batch or pages}, in rows {.., columns, slots, ..}.
+// Tensor maps of K and V: {16 * SPAN bytes, slots, columns, KV heads, batch or pages}.
 template <typename G>
 const char* make_cache_map(CUtensorMap* map, const DecodeArgs& args, const void* base, const int64_t (&stride)[3]) {
   using KV = typename G::KV;
   using Element = std::conditional_t<std::is_same_v<KV, e4m3>, uint8_t, KV>;
-  constexpr uint32_t SIZE = sizeof(KV), WIDTH = 16 * SPAN<G> / SIZE, COLUMNS = ::COLUMNS<G>;
+  constexpr uint32_t SIZE = sizeof(KV), WIDTH = 16 * SPAN<G> / SIZE, COLUMNS = G::CHUNKS / SPAN<G>;
   auto some = [](int32_t n) { return static_cast<uint64_t>(n > 0 ? n : 1); };
   const uint64_t slots = args.page_table ? 1ull << args.page_shift : some(args.capacity);
   const uint64_t outer = some(args.page_table ? args.pages : args.batch);
   const uint32_t rows = args.page_table && slots < G::Bc ? static_cast<uint32_t>(slots) : G::Bc;
   auto bytes = [](int64_t stride) { return static_cast<uint64_t>(stride) * SIZE; };
   // An empty cache has no address; nothing of it is read.
-  if constexpr (InRows<G>)
-    return make_tensor_map<Element>(map, base ? base : args.q, {WIDTH, COLUMNS, slots, uint64_t(args.kv_heads), outer},
-                                    {WIDTH * SIZE, bytes(stride[1]), bytes(stride[2]), bytes(stride[0])},
-                                    {WIDTH, G::PITCH, rows, 1, 1}, SPAN<G> == 8 ? Swizzle::b128 : Swizzle::b64);
   return make_tensor_map<Element>(map, base ? base : args.q, {WIDTH, slots, COLUMNS, uint64_t(args.kv_heads), outer},
                                   {bytes(stride[1]), WIDTH * SIZE, bytes(stride[2]), bytes(stride[0])},
                                   {WIDTH, rows, rows == G::Bc ? COLUMNS : 1, 1, 1},
@@ -79,12 +49,12 @@ struct Ring {
 // How a tile comes: in `parts` of a page's rows, each in one box or in one for every column, a lane a box.
 template <typename G>
 struct Boxes {
-  static constexpr int COLUMNS = ::COLUMNS<G>;
+  static constexpr int COLUMNS = G::CHUNKS / SPAN<G>;
   int shift, rows, log_parts, parts, columns;  // shift: log2 of the page size
 
   DEVICE explicit Boxes(const DecodeArgs& args)
       : shift(args.page_table ? args.page_shift : 30), rows(min(G::Bc, 1 << shift)),
-        log_parts(log2_exact(G::Bc / rows)), parts(1 << log_parts), columns(parts == 1 || InRows<G> ? 1 : COLUMNS) {}
+        log_parts(log2_exact(G::Bc / rows)), parts(1 << log_parts), columns(parts == 1 ? 1 : COLUMNS) {}
 
   // The first position of a part of one of the next tiles: as many tiles as the lanes can look up pages of at once.
   DEVICE int position(int tile, int step) const {
@@ -117,8 +87,8 @@ DEVICE void copy_tiles(Smem& smem, Stages& ring, const CUtensorMap& k_map, const
   const Boxes<G> cut(args);
   const int lane = threadIdx.x % WARP, shift = cut.shift, rows = cut.rows, parts = cut.parts;
   const int ahead = WARP >> cut.log_parts, boxes = parts * cut.columns;
-  const int part = cut.columns == 1 ? lane : lane / cut.COLUMNS, column = cut.columns == 1 ? 0 : lane % cut.COLUMNS;
-  const uint32_t offset = (column * COLUMN<G> + part * rows * ROW<G>) * SPAN<G> * 16;
+  const int part = parts == 1 ? lane : lane / cut.COLUMNS, column = parts == 1 ? 0 : lane % cut.COLUMNS;
+  const uint32_t offset = (column * Bc + part * rows) * SPAN<G> * 16;
 
   if (!args.page_table) page = batch;
   for (int tile = first, n = 0; tile < last; tile += step, n = n + 1 < ahead ? n + 1 : 0) {
@@ -147,11 +117,11 @@ DEVICE void copy_tiles(Smem& smem, Stages& ring, const CUtensorMap& k_map, const
       mbarrier_wait(smem_u32(&smem.empty[ring.stage]), ring.turn ^ 1);
       if (lane == 0) smem.lost[ring.stage] = lost;
       if (!wraps) {
-        if (lane == 0) mbarrier_arrive_expect_tx(full, sizeof(BulkTile<G>));
+        if (lane == 0) mbarrier_arrive_expect_tx(full, sizeof(Tile<G>));
         __syncwarp();
         if (lane < boxes)
-          cp_async_bulk_tensor_5d_g2s(smem_u32(smem.stages[ring.stage]) + offset, item == 0 ? &k_map : &v_map, 0,
-                                      InRows<G> ? 0 : slot, InRows<G> ? slot : column, kv_head, own_page, full);
+          cp_async_bulk_tensor_5d_g2s(smem_u32(smem.stages[ring.stage]) + offset, item == 0 ? &k_map : &v_map, 0, slot,
+                                      column, kv_head, own_page, full);
       } else {  // a ring whose capacity is no multiple of the tile: row by row
         const auto& stride = item == 0 ? args.k_stride : args.v_stride;
         const KV* head = static_cast<const KV*>(item == 0 ? args.k : args.v) + kv_head * stride[2] + batch * stride[0];
@@ -160,7 +130,8 @@ DEVICE void copy_tiles(Smem& smem, Stages& ring, const CUtensorMap& k_map, const
           const int row = i / G::CHUNKS, chunk = i % G::CHUNKS;
           const int at = slot + row < args.capacity ? slot + row : (slot + row) % args.capacity;
           const bool live = tile * Bc + row >= keys.begin && tile * Bc + row < keys.end;
-          smem.stages[ring.stage][place<G>(row, chunk)] =
+          smem.stages[ring.stage][(chunk / SPAN<G> * Bc + row) * SPAN<G> +
+                                  (chunk % SPAN<G> ^ swizzle_of_row<G>(row))] =
               live ? ld_global_nc_v4_u32(head + at * stride[1] + chunk * (16 / static_cast<int>(sizeof(KV))))
                    : uint4{0, 0, 0, 0};
         }
@@ -270,20 +241,20 @@ DEVICE void load_fragments(uint2 (&q_regs)[G::STEPS][NT], const QueryRows<G, NT>
 
 // s[n] = the products of 16 keys from `first_key` with the rows of Q, along the part of the head dim.
 template <typename G, int NT>
-DEVICE void multiply_key_tile(float (&s)[NT][4], const BulkTile<G>& k, int first_key, int part,
+DEVICE void multiply_key_tile(float (&s)[NT][4], const Tile<G>& k, int first_key, int part,
                               const uint2 (&q_regs)[G::STEPS][NT]) {
   using KV = typename G::KV;
-  constexpr int STEPS = G::STEPS, S = SPAN<G>;
+  constexpr int Bc = G::Bc, STEPS = G::STEPS, S = SPAN<G>;
   const int lane = threadIdx.x % WARP;
   float sums[2][NT][4] = {};  // in turn: half the wait for each other's result
   if constexpr (std::is_same_v<KV, e4m3>) {
     const int key = first_key + key_of_lane<KV>(lane / 4), first = part * STEPS;
-    const int line = key * ROW<G> + first / S * COLUMN<G>;
+    const uint4* rows = &k[first / S * Bc * S + key * S];
+    const int piece = first % S ^ lane % 4 ^ swizzle_of_row<G>(key);
 #pragma unroll
     for (int group = 0; group < STEPS / 4; ++group) {  // a lane takes 16 contiguous bytes of a row: four steps
-      const int own = line + group * 4 / S * COLUMN<G>;
-      const int at = own * S + (first % S ^ lane % 4 ^ swizzle_of_line<G>(own) ^ group * 4 % S);
-      const uint4 low = k[at], high = k[at + 8 * ROW<G> * S];
+      const int at = group * 4 / S * Bc * S + (piece ^ group * 4 % S);
+      const uint4 low = rows[at], high = rows[at + 8 * S];
       const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -296,12 +267,12 @@ DEVICE void multiply_key_tile(float (&s)[NT][4], const BulkTile<G>& k, int first
     }
   } else {
     const int key = first_key + lane % 16, first = part * STEPS * 2;
-    const int line = key * ROW<G> + first / S * COLUMN<G>;
+    const uint4* rows = &k[first / S * Bc * S + key * S];
+    const int piece = first % S ^ lane / 16 ^ lane % 8;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       uint32_t a[4];
-      const int own = line + step * 2 / S * COLUMN<G>;
-      ldmatrix_x4(a, smem_u32(&k[own * S + (first % S ^ lane / 16 ^ swizzle_of_line<G>(own) ^ step * 2 % S)]));
+      ldmatrix_x4(a, smem_u32(&rows[step * 2 / S * Bc * S + (piece ^ step * 2 % S)]));
 #pragma unroll
       for (int n = 0; n < NT; ++n) mma_m16n8k16<KV>(sums[step % 2][n], a, q_regs[step][n].x, q_regs[step][n].y);
     }
@@ -314,9 +285,9 @@ DEVICE void multiply_key_tile(float (&s)[NT][4], const BulkTile<G>& k, int first
 
 // o[m][n] += V^T P^T over 16 keys from `first_key`: the warp's columns of V by the rows of P.
 template <typename G, int NT>
-DEVICE void multiply_value_tile(float (&o)[G::M_TILES][NT][4], const BulkTile<G>& v, const uint2 (&p)[NT], int first_key) {
+DEVICE void multiply_value_tile(float (&o)[G::M_TILES][NT][4], const Tile<G>& v, const uint2 (&p)[NT], int first_key) {
   using KV = typename G::KV;
-  constexpr int M_TILES = G::M_TILES, DIMS = G::DIMS, S = SPAN<G>;
+  constexpr int Bc = G::Bc, M_TILES = G::M_TILES, DIMS = G::DIMS, S = SPAN<G>;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   if constexpr (std::is_same_v<KV, e4m3>) {
     // A lane takes DIMS / 8 neighbouring columns of its four keys; bytes of two keys make a pair: no transpose.
@@ -326,7 +297,7 @@ DEVICE void multiply_value_tile(float (&o)[G::M_TILES][NT][4], const BulkTile<G>
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = key + i % 2 + i / 2 * 8;
-      const uint4* piece = &v[place<G>(row, chunk)];
+      const uint4* piece = &v[(chunk / S * Bc + row) * S + (chunk % S ^ swizzle_of_row<G>(row))];
       rows[i] = *reinterpret_cast<const Bytes<BYTES>*>(reinterpret_cast<const char*>(piece) + byte % 16);
     }
 #pragma unroll
@@ -343,9 +314,8 @@ DEVICE void multiply_value_tile(float (&o)[G::M_TILES][NT][4], const BulkTile<G>
     }
   } else {
     const int key = first_key + lane % 8 + lane / 16 * 8, first = warp * M_TILES * 2;
-    const int line = key * ROW<G> + first / S * COLUMN<G>;
-    const uint4* row = &v[line * S];
-    const int piece = first % S ^ lane / 8 % 2 ^ swizzle_of_line<G>(line);
+    const uint4* row = &v[(first / S * Bc + key) * S];
+    const int piece = first % S ^ lane / 8 % 2 ^ lane % 8;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
       uint32_t a[4];
@@ -358,12 +328,12 @@ DEVICE void multiply_value_tile(float (&o)[G::M_TILES][NT][4], const BulkTile<G>
 
 // What follows the last key of a row may be anything in memory, NaN too, and 0 times it must be 0.
 template <typename G>
-DEVICE void clear_dead_rows(BulkTile<G>& v, int tile, KeyRange keys) {
+DEVICE void clear_dead_rows(Tile<G>& v, int tile, KeyRange keys) {
   constexpr int Bc = G::Bc, S = SPAN<G>;
   const int begin = max(keys.begin - tile * Bc, 0), end = min(keys.end - tile * Bc, Bc);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < TILE_LINES<G> * S; i += G::THREADS) {
-    const int row = InRows<G> ? i / (ROW<G> * S) : i / S % Bc;
+  for (int i = threadIdx.x; i < Bc * G::CHUNKS; i += G::THREADS) {
+    const int row = i / S % Bc;
     if (row < begin || row >= end) v[i] = {0, 0, 0, 0};
   }
   fence_proxy_async_shared();  // the copy engine will write here again
