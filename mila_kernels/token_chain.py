@@ -116,7 +116,7 @@ class OneLaunch:
             chunks = -(-groups // CHUNK_GROUPS)
             if x.dtype != torch.bfloat16 or w.scales.dtype != torch.bfloat16 or w.layout != "folded":
                 raise ValueError(f"chain: matvec {i} must have BF16 activations and scales, and codes in layout folded")
-            if w.k > x.numel() or w.n % linear.TILE_ROWS or groups % chunks or chunks > MAX_CHUNKS:
+            if w.k > x.numel() or w.n % linear.TILE_ROWS or groups % (2 * chunks) or chunks > MAX_CHUNKS:
                 raise ValueError(
                     f"chain: matvec {i} of shape {w.n} x {w.k} on {x.numel()} columns does not fit the kernel"
                 )

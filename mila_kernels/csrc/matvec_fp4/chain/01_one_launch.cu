@@ -9,13 +9,6 @@
 #include "../args.cuh"
 #include "../shared_words.cuh"
 
-#ifndef CHAIN_HELD
-#define CHAIN_HELD 1
-#endif
-#ifndef CHAIN_STAGES
-#define CHAIN_STAGES 5
-#endif
-
 // Mirrored by ChainMatvec in mila_kernels/token_chain.py. A tile's groups are read in `chunks` parts of `chunk_groups`.
 struct ChainMatvec {
   const uint8_t* codes;  // LAYOUT_FOLDED
@@ -33,14 +26,14 @@ struct ChainArgs {
   int32_t count, blocks;
 };
 
-constexpr int CHUNK_GROUPS = 32, HELD = CHAIN_HELD, WARPS = CHUNK_GROUPS / HELD, MAX_CHUNKS = 4;
-constexpr int STAGES = CHAIN_STAGES, SLOTS = STAGES + 1;  // a slot is written again when all have left its stage
-constexpr int REFILLS = WARPS - 1, SUMS = WARPS - (HELD == 1 ? 2 : 1);  // warps with a duty; idle where a chunk has 30 groups
+constexpr int CHUNK_GROUPS = 32, HELD = 2, WARPS = CHUNK_GROUPS / HELD, MAX_CHUNKS = 4;
+constexpr int FILLS = WARPS, SUMS = WARPS + 1;  // two more warps: one asks for weights, one adds up
+constexpr int STAGES = 4, SLOTS = 8;
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2, UNIT_SCALES = TILE_ROWS * sizeof(bf16);
 constexpr uint32_t BF16_BITS = 0x81c081c0u, UNWRITTEN = 0xffffu;
 
 struct Smem {
-  uint64_t full[STAGES], empty[STAGES], y_full[SLOTS];
+  uint64_t full[STAGES], empty[STAGES], y_full[SLOTS], y_empty[SLOTS];
   alignas(128) unsigned char codes[STAGES][CHUNK_GROUPS * UNIT_BYTES];
   unsigned char scales[STAGES][CHUNK_GROUPS * UNIT_SCALES];
   bf16 x[WARPS][MAX_CHUNKS][HELD * GROUP];
@@ -105,34 +98,29 @@ DEVICE int first_tile(const ChainMatvec& matvec) {
   return tile < 0 ? tile + static_cast<int>(gridDim.x) : tile;
 }
 
-// Where the ring is filled next.
-struct Ahead {
-  int matvec = -1, tile = 0, chunk = 0;
-  bool done = false;
-};
+// Calls f(matvec, tile) for the tiles of a block, in order.
+template <typename F>
+DEVICE void for_my_tiles(const ChainMatvec* list, int count, F f) {
+  for (int i = 0; i < count; ++i)
+    for (int tile = first_tile(list[i]); tile < list[i].tiles; tile += gridDim.x) f(list[i], tile);
+}
 
-DEVICE void fill(Smem& smem, Ahead& ahead, int count, int stage) {
-  const ChainMatvec* const list = list_of(smem);
-  if (ahead.done) return;
-  if (ahead.matvec < 0 || (ahead.chunk == 0 && ahead.tile >= list[ahead.matvec].tiles)) {
-    do {
-      if (++ahead.matvec == count) {
-        ahead.done = true;
-        return;
-      }
-      ahead.tile = first_tile(list[ahead.matvec]);
-    } while (ahead.tile >= list[ahead.matvec].tiles);
-  }
-  const ChainMatvec& matvec = list[ahead.matvec];
-  const uint64_t unit = static_cast<uint64_t>(ahead.tile) * matvec.groups + ahead.chunk * matvec.chunk_groups;
-  const uint32_t full = smem_u32(&smem.full[stage]), codes = matvec.chunk_groups * UNIT_BYTES;
-  const uint32_t scales = matvec.chunk_groups * UNIT_SCALES;
-  mbarrier_arrive_expect_tx(full, codes + scales);
-  cp_async_bulk_g2s(smem_u32(smem.codes[stage]), matvec.codes + unit * UNIT_BYTES, codes, full);
-  cp_async_bulk_g2s(smem_u32(smem.scales[stage]), matvec.scales + unit * TILE_ROWS, scales, full);
-  if (++ahead.chunk < matvec.chunks) return;
-  ahead.chunk = 0;
-  ahead.tile += gridDim.x;
+// By one thread: keeps the ring full.
+DEVICE void bring_weights(Smem& smem, int count) {
+  int stage = 0;
+  uint32_t parity = 1;
+  for_my_tiles(list_of(smem), count, [&](const ChainMatvec& matvec, int tile) {
+    uint64_t unit = static_cast<uint64_t>(tile) * matvec.groups;
+    const uint32_t codes = matvec.chunk_groups * UNIT_BYTES, scales = matvec.chunk_groups * UNIT_SCALES;
+    for (int chunk = 0; chunk < matvec.chunks; ++chunk, unit += matvec.chunk_groups) {
+      const uint32_t full = smem_u32(&smem.full[stage]);
+      mbarrier_wait(smem_u32(&smem.empty[stage]), parity);
+      mbarrier_arrive_expect_tx(full, codes + scales);
+      cp_async_bulk_g2s(smem_u32(smem.codes[stage]), matvec.codes + unit * UNIT_BYTES, codes, full);
+      cp_async_bulk_g2s(smem_u32(smem.scales[stage]), matvec.scales + unit * TILE_ROWS, scales, full);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+  });
 }
 
 // Brings the warp's columns of x in, of all chunks, as soon as they are written, and gives the factor they were multiplied by.
@@ -179,7 +167,20 @@ DEVICE void store_sums(const ChainMatvec& matvec, const float (*y)[TILE_ROWS], i
   st_relaxed_gpu_u16(matvec.y + tile * TILE_ROWS + row, bits == UNWRITTEN ? 0x7fff : bits);
 }
 
-__global__ void __launch_bounds__(WARPS* WARP, 1) matvec_chain(const ChainArgs args) {
+// By one warp: adds up what the others have of each tile.
+DEVICE void add_up(Smem& smem, int count, int lane) {
+  int slot = 0;
+  uint32_t parity = 0;
+  for_my_tiles(list_of(smem), count, [&](const ChainMatvec& matvec, int tile) {
+    mbarrier_wait(smem_u32(&smem.y_full[slot]), parity);
+    store_sums(matvec, smem.y[slot], tile, lane);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem_u32(&smem.y_empty[slot]));
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
+  });
+}
+
+__global__ void __launch_bounds__((WARPS + 2) * WARP, 1) matvec_chain(const ChainArgs args) {
   Smem& smem = dynamic_smem<Smem>();
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   if (threadIdx.x == 0) {
@@ -187,19 +188,26 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) matvec_chain(const ChainArgs a
       mbarrier_init(smem_u32(&smem.full[i]), 1);
       mbarrier_init(smem_u32(&smem.empty[i]), WARPS);
     }
-    for (int i = 0; i < SLOTS; ++i) mbarrier_init(smem_u32(&smem.y_full[i]), WARPS);
+    for (int i = 0; i < SLOTS; ++i) {
+      mbarrier_init(smem_u32(&smem.y_full[i]), WARPS);
+      mbarrier_init(smem_u32(&smem.y_empty[i]), 1);
+    }
     fence_mbarrier_init();
   }
   for (int i = threadIdx.x; i < args.count * static_cast<int>(sizeof(ChainMatvec) / 16); i += blockDim.x)
     reinterpret_cast<uint4*>(list_of(smem))[i] = reinterpret_cast<const uint4*>(args.list)[i];
   __syncthreads();
+  if (warp == FILLS) {
+    if (lane == 0) bring_weights(smem, args.count);
+    return;
+  }
+  if (warp == SUMS) {
+    add_up(smem, args.count, lane);
+    return;
+  }
 
-  Ahead ahead;
-  const bool fills = warp == REFILLS && lane == 0;
-  if (fills)
-    for (int i = 0; i < STAGES; ++i) fill(smem, ahead, args.count, i);
   int stage = 0, slot = 0;
-  uint32_t parity = 0, slot_parity = 0;
+  uint32_t parity = 0, slot_parity = 1;
   uint32_t words_at = smem_u32(smem.codes[0]) + warp * HELD * UNIT_BYTES + lane * 16;
   uint32_t scales_at = smem_u32(smem.scales[0]) + warp * HELD * UNIT_SCALES + g * 4;
   uint32_t full_at = smem_u32(smem.full), x_at = smem_u32(smem.x[warp][0]), y_at = smem_u32(&smem.y[0][warp][g]);
@@ -262,32 +270,21 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) matvec_chain(const ChainArgs a
             y_regs[1] += (sums[0][2] + sums[1][2]) * restore * __uint_as_float(scales[k] & 0xffff0000u);
           }
         }
-        if (chunk + 1 == chunks) {
-          if (active && t == 0) {
-            st_shared_f32(y_at + slot * sizeof(smem.y[0]), y_regs[0]);
-            st_shared_f32(y_at + slot * sizeof(smem.y[0]) + 32, y_regs[1]);
-          }
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive(full_at + (2 * STAGES + slot) * 8);
-          if (warp == SUMS) {
-            mbarrier_wait(full_at + (2 * STAGES + slot) * 8, slot_parity);
-            store_sums(matvec, smem.y[slot], tile, lane);
-            __syncwarp();
-          }
-          if (++slot == SLOTS) slot = 0, slot_parity ^= 1;
-        }
-        if (fills && !ahead.done) {
-          mbarrier_wait(full_at + (STAGES + stage) * 8, parity);
-          fill(smem, ahead, args.count, stage);
-        }
-        __syncwarp();
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
+      mbarrier_wait(full_at + (2 * STAGES + SLOTS + slot) * 8, slot_parity);
+      if (active && t == 0) {
+        st_shared_f32(y_at + slot * sizeof(smem.y[0]), y_regs[0]);
+        st_shared_f32(y_at + slot * sizeof(smem.y[0]) + 32, y_regs[1]);
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(full_at + (2 * STAGES + slot) * 8);
+      if (++slot == SLOTS) slot = 0, slot_parity ^= 1;
     }
   }
 }
 
 extern "C" const char* launch_step(const ChainArgs* args, cudaStream_t stream) {
   const size_t smem = sizeof(Smem) + args->count * sizeof(ChainMatvec);
-  return launch(matvec_chain, dim3(args->blocks), dim3(WARPS * WARP), smem, stream, *args);
+  return launch(matvec_chain, dim3(args->blocks), dim3((WARPS + 2) * WARP), smem, stream, *args);
 }
