@@ -7,7 +7,6 @@ A turned knob must not change the result, and its time says what the knob is for
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -118,14 +117,16 @@ def eager_times(
     label = f"{step.name}{WITH}{EAGER}"
     chosen = list(workloads)
     if session.live:
+        from . import bench
+
         with session.run as run:
             for workload in chosen:
-                us = sorted(_eager_samples(session, step, workload, calls, n))
-                deciles = statistics.quantiles(us, n=10)
+                us = _eager_samples(session, step, workload, calls, n)
+                median, p10, p90 = (bench.percentile(us, q) for q in (50, 10, 90))
                 timed = AblationRow(
                     run_id=run.run_id, op="decode", step=label, source_sha=step.source_sha, workload=workload.name,
                     shape=workload.shape, dtype=workload.dtype, cache="cold", warmup=calls, n=n,
-                    median_us=statistics.median(us), p10_us=deciles[0], p90_us=deciles[-1], min_us=us[0],
+                    median_us=median, p10_us=p10, p90_us=p90, min_us=min(us),
                     flops=op.flops(workload), bytes=op.bytes(workload), status="ok", error="",
                 )  # fmt: skip
                 run.add(timed)
