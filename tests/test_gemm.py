@@ -95,8 +95,8 @@ def test_every_tile_size(m: int, n: int, k: int, step: str) -> None:
     assert torch.equal(y, gemm_w4a8((codes, scales), w, step="gemm_w4a8/08_warp_specialised"))
 
 
-# On three SMs: a tile in three parts, two tiles in four, four and ten tiles.
-SPLIT = [(40, 64, 24 * 128), (250, 250, 40 * 128), (250, 512, 20 * 128), (1000, 130, 25 * 128)]
+# On three SMs: a tile in three parts; two tiles; four of seven, the others whole.
+SPLIT = [(40, 64, 100 * 128), (250, 250, 80 * 128), (120, 896, 60 * 128)]
 
 
 @pytest.mark.parametrize("m, n, k", SPLIT)
@@ -108,8 +108,8 @@ def test_tiles_cut_along_k(m: int, n: int, k: int, step: str, monkeypatch: pytes
     w = weight(n, k, 1)
     codes, scales = reference.quantize_activations(random((m, k), 2))
     found = []
-    for seed in range(4):
-        with build.emulation(check=seed == 0, seed=seed):
+    for seed in range(3):
+        with build.emulation(check=seed == 0 and m < 200, seed=seed):
             found.append(gemm_w4a8((codes, scales), w, step=step))
         assert room["arrivals"].abs().max() == 0
     assert rel_l2(found[0], truth(codes, scales, w)) <= bound(step, found[0])

@@ -1,12 +1,28 @@
-// Change: what is left after the whole waves of tiles is cut along K, so that all SMs have work to the end (stream-K).
-//   A block each multiplies the head of a tile, in step with the others, which shares what is read in L2; the blocks
-//   that have no tile take the rest, piece by piece. Sums pass through L2, and whoever is there last adds them, in the
-//   order of K: no block waits for another, and the same bits come out whoever it is.
+// Change: the last tiles are cut along K (stream-K). Those that are left after the whole waves, and one wave more, lie
+//   on a line of groups of 128 columns, of which each block takes an equal share; then it takes whole tiles. Sums of
+//   parts pass through L2, and whoever is there last adds them, in the order of K: no block waits for another, and the
+//   same bits come out whoever it is. Tiles are chosen, and cut, by the times that were measured.
 // Prediction: gate_up has 7.3 waves of tiles of 256 at 1024 tokens, 29.1 at 4096, 58.2 at 8192, and pays 8, 30, 59;
-//   fc_down has 0.9 and 7.3 at 1024 and 8192. A part's way through L2 costs some 3 us, of 22 for a tile of gate_up, of
-//   90 for one of fc_down: gate_up 7%, 2% and 1% faster, fc_down 5% at 1024, 3% at 8192.
-// Measured: not yet in this form.
-// Verdict: rejected until it is measured.
+//   fc_down has 0.9 at 1024 and pays 1; local_qkv 7.8 at 4096 and pays 8. A part's way through L2 costs some 3 us, of
+//   24 for a tile of gate_up, 90 for one of fc_down: gate_up 7%, 2%, 1% faster, fc_down 5% at 1024, local_qkv 2%.
+// Measured: H200, 2026-11-30, cold, TFLOP/s. Single launches, three shapes of 12, then of 14: gate_up 1024 / 4096
+//   1,242 / 1,356 (12: 1,216 / 1,330). In another run, variants in turns, at 550 to 700 W: gate_up 1024 / 4096 / 8192
+//   1,219 / 1,225 / 1,177 (12: 1,159 / 1,158 / 1,162), 4096 under load 1,117 (1,075). Cut there, but not here any
+//   more: fc_down 1024 1,164 (12: 1,302), local_qkv 1,190 (1,192), fc_down 8192 1,176 (1,182), under load 1,171
+//   (1,144). Not cut it is as fast as 12. Of the fences in a part's way there are fewer here than in what was
+//   measured.
+// Verdict: kept, 1 to 6% faster on gate_up. The prediction was too low for what a cut costs, 13 us a launch: fences of
+//   the device, two and more a part, counters, and blocks that are at other columns each, so that no two read the same
+//   from L2 at once. So fc_down 1024 stays whole: 1,302 to 1,307 in graphs, 1% below its target of 1,320. Two other
+//   designs were measured: the others told at once, not after the next part's first group, 1,237 / 1,219 at gate_up
+//   1024 / 4096 where this had 1,231 / 1,298; and tiles' heads multiplied in step, their rest piece by piece by the
+//   blocks that have no tile, 1,197 / 1,189, and 945 at fc_down 1024: each of 10 pieces cost such a block 6 us.
+//   What decides is the register file. A sum and what it is added to must lie in banks of other parity: where both
+//   were even or both odd, this had 1,049 at gate_up 4096. Four sums of a thread that leave as one vector are aligned;
+//   pairs turned round lie right. A loop of products and additions only has 99% of the tensor cores' clocks, with a
+//   copy and a wait a group 92%, with the unfolding 89%, with both 83%: to unfold beside the products is next. The
+//   compiler moves it behind their wait unless something reads what it made before that; it then has 4 registers too
+//   few.
 // Architectures: sm_90a
 // Predecessor: 12_codes_early
 // Instances: y_dtype
@@ -33,71 +49,79 @@ struct Smem {
   int32_t last[CONSUMERS], owed[CONSUMERS];  // whether a part of this block's was the last of its tile to be done
 };
 
-// Tiles in whole waves, then those that are left, which are cut: a block each multiplies their first `head` groups, the
-// blocks that have no tile, the helpers, take the `pieces` equal pieces of the rest in turn.
-struct Cut {
-  Tiles tiles;
-  int groups, waves, whole, count;  // count: of tiles that are cut, after the whole ones
-  int head, pieces, helpers;
-  int size, more;  // groups of a piece, and how many of a tile's pieces, the first ones, have one more
+// A tile, or its groups from `first` to before `end`.
+struct Part {
+  int tile, first, end;
 };
 
-// A part of the `tile`-th of the tiles that are cut: groups from `first` to before `end`. Part 0 is the head.
-struct Part {
-  int tile, part, first, end;
-};
-// This block's i-th part, false if there is none. No division, and nothing that the uniform datapath has not: with
-// counters in the lanes' registers, from which each product's descriptor is then moved, there are more waits.
-DEVICE bool find(Part& found, const Cut& cut, int i) {
-  const int block = blockIdx.x, tiles = cut.count;
-  if (block < tiles) {
-    found = {block, 0, 0, cut.head};
-    return i == 0;
+// The first `split` tiles, one after another, are a line of groups that is cut into a share a block; the others are
+// whole. Of a block's share only the first part starts within a tile, and only the last one ends in one.
+struct Shares {
+  Tiles tiles;
+  int groups, split, count;  // count: of all tiles
+  int share, longer;  // groups of a share, and how many of the shares, the first ones, have one more
+  DEVICE int start(int block) const { return block * share + min(block, longer); }
+  DEVICE int share_of(int block) const { return start(block + 1) - start(block); }
+  DEVICE int owner(int group) const {
+    const int in_longer = longer * (share + 1);
+    return group < in_longer ? group / (share + 1) : longer + (group - in_longer) / share;
   }
-  int tile = block - tiles + i * cut.helpers, piece = 0;
-  if (block - tiles >= cut.helpers) return false;
-  for (; tile >= tiles && piece < cut.pieces; ++piece) tile -= tiles;
-  const int first = cut.head + piece * cut.size + min(piece, cut.more);
-  found = {tile, 1 + piece, first, first + cut.size + (piece < cut.more)};
-  return piece < cut.pieces;
+};
+
+// The parts of a block's share, one after another.
+struct Walk {
+  const Shares& shares;
+  int tile, first, left;  // left: groups of the share
+  DEVICE bool next(Part& part) {
+    if (left == 0) return false;
+    part = {tile, first, min(shares.groups, first + left)};
+    left -= part.end - part.first;
+    first = 0;
+    ++tile;
+    return true;
+  }
+};
+DEVICE Walk walk(const Shares& shares) {
+  const int start = shares.start(blockIdx.x), tile = start / shares.groups;
+  return {shares, tile, start - tile * shares.groups, shares.start(blockIdx.x + 1) - start};
 }
 
 template <typename TILE>
-DEVICE void copy(Smem<TILE>& smem, const CUtensorMap& x_map, const GemmW4a8Args& args, const Place& place, int first,
-                 int end, int& i) {
+DEVICE void copy(Smem<TILE>& smem, const CUtensorMap& x_map, const GemmW4a8Args& args, const Shares& shares,
+                 const Part& part, int& i) {
   constexpr int BM = TILE::BM, STAGES = TILE::STAGES;
   const int blocks_n = ceil_div(args.n, 64);
+  const Place place = shares.tiles.place(part.tile);
   const int first_block = place.n * CONSUMERS, blocks = min(CONSUMERS, blocks_n - first_block);
-  const uint8_t* w = args.w_codes + (static_cast<int64_t>(first) * blocks_n + first_block) * BLOCK_BYTES;
-#pragma unroll 1
-  for (int group = first; group < end; ++group, ++i, w += int64_t{blocks_n} * BLOCK_BYTES) {
+  for (int group = part.first; group < part.end; ++group, ++i) {
     const int stage = i % STAGES;
     const uint32_t full = smem_u32(&smem.full[stage]);
     mbarrier_wait(smem_u32(&smem.empty[stage]), (i / STAGES & 1) ^ 1);
     mbarrier_arrive_expect_tx(full, BM * BK + blocks * BLOCK_BYTES);
     cp_async_bulk_tensor_2d_g2s(smem_u32(smem.x[stage]), &x_map, group * BK, place.m * BM, full);
-    cp_async_bulk_g2s(smem_u32(smem.w[stage]), w, blocks * BLOCK_BYTES, full);
+    const int64_t block = static_cast<int64_t>(group) * blocks_n + first_block;
+    cp_async_bulk_g2s(smem_u32(smem.w[stage]), args.w_codes + block * BLOCK_BYTES, blocks * BLOCK_BYTES, full);
   }
 }
 
 template <typename TILE>
-DEVICE void produce(Smem<TILE>& smem, const CUtensorMap& x_map, const GemmW4a8Args& args, const Cut& cut) {
+DEVICE void produce(Smem<TILE>& smem, const CUtensorMap& x_map, const GemmW4a8Args& args, const Shares& shares) {
   int i = 0;
-  for (int tile = blockIdx.x; tile < cut.whole; tile += gridDim.x)
-    copy(smem, x_map, args, cut.tiles.place(tile), 0, cut.groups, i);
-  Part part;
-  for (int n = 0; find(part, cut, n); ++n)
-    copy(smem, x_map, args, cut.tiles.place(cut.whole + part.tile), part.first, part.end, i);
+  Walk share = walk(shares);
+  for (Part part; share.next(part);) copy(smem, x_map, args, shares, part, i);
+  for (int tile = shares.split + blockIdx.x; tile < shares.count; tile += gridDim.x)
+    copy(smem, x_map, args, shares, {tile, 0, shares.groups}, i);
 }
 
 // ---- a tile's parts -------------------------------------------------------------------------------------------------
 
-// Where a warpgroup's sums of a part lie in the scratch: four of a thread are 16 bytes, those of 128 threads a row.
+// Where a warpgroup's sums of a part lie in the scratch: four of a thread are 16 bytes, those of 128 threads a row. A
+// block has room for two parts: that which starts a tile, and that which does not.
 template <typename TILE>
-DEVICE float4* sums_of(const GemmW4a8Args& args, const Cut& cut, int tile, int part, int consumer) {
+DEVICE float4* sums_of(const GemmW4a8Args& args, int block, bool starts, int consumer) {
   constexpr int64_t SUMS = TILE::BM * 64;
-  const int place = (tile * (1 + cut.pieces) + part) * CONSUMERS + consumer;
-  return reinterpret_cast<float4*>(args.partials + place * SUMS) + threadIdx.x % WARPGROUP;
+  return reinterpret_cast<float4*>(args.partials + ((block * 2 + starts) * CONSUMERS + consumer) * SUMS) +
+         threadIdx.x % WARPGROUP;
 }
 
 template <int BATCHES, int SIZE>
@@ -133,43 +157,54 @@ DEVICE void add(float (&acc)[BATCHES][SIZE], const float4* theirs) {
   }
 }
 
-// Whether all other parts of a tile lie in the scratch; with `count` 1, this one does, for the warpgroup whose barrier
-// came before.
-DEVICE bool arrive(const GemmW4a8Args& args, const Cut& cut, int tile, int consumer, uint32_t count) {
-  __threadfence();
-  const bool last = atom_global_add_u32(args.arrivals + tile * CONSUMERS + consumer, count) == cut.pieces;
-  __threadfence();
+// The parts of a tile, a block each; a counter a warpgroup says how many of them lie in the scratch.
+struct Parts {
+  int first, count;
+  uint32_t* arrivals;
+};
+DEVICE Parts parts_of(const GemmW4a8Args& args, const Shares& shares, int tile, int consumer) {
+  const int first = shares.owner(tile * shares.groups), last = shares.owner((tile + 1) * shares.groups - 1);
+  return {first, last - first + 1, args.arrivals + tile * CONSUMERS + consumer};
+}
+
+// Whether all other parts are there; with `count` 1, this one is, for the warpgroup whose barrier came before.
+DEVICE bool arrive(const Parts& parts, uint32_t count) {
+  if (count) __threadfence();
+  const bool last = atom_global_add_u32(parts.arrivals, count) == parts.count - 1u;
+  if (last) __threadfence();
   return last;
 }
 
 // All parts' sums, in the order of K; the counter is zero again.
 template <typename TILE, int BATCHES, int SIZE>
-DEVICE void gather(float (&acc)[BATCHES][SIZE], const GemmW4a8Args& args, const Cut& cut, int tile, int consumer) {
+DEVICE void gather(float (&acc)[BATCHES][SIZE], const GemmW4a8Args& args, const Parts& parts, int consumer) {
   clear(acc);
-  for (int part = 0; part <= cut.pieces; ++part) add(acc, sums_of<TILE>(args, cut, tile, part, consumer));
-  if (threadIdx.x % WARPGROUP == 0) args.arrivals[tile * CONSUMERS + consumer] = 0;
+  for (int block = parts.first; block < parts.first + parts.count; ++block)
+    add(acc, sums_of<TILE>(args, block, block == parts.first, consumer));
+  if (threadIdx.x % WARPGROUP == 0) *parts.arrivals = 0;
 }
 
 // The sums of all parts of a tile, for the warpgroup that finds that all others are done; else this one's are left, and
 // false. No block waits for another.
 template <typename TILE, int BATCHES, int SIZE>
-DEVICE bool join(Smem<TILE>& smem, float (&acc)[BATCHES][SIZE], const GemmW4a8Args& args, const Cut& cut,
-                 const Part& part, int consumer) {
+DEVICE bool join(Smem<TILE>& smem, float (&acc)[BATCHES][SIZE], const GemmW4a8Args& args, const Parts& parts,
+                 bool starts, int consumer) {
   const bool leader = threadIdx.x % WARPGROUP == 0;
   int32_t& last = smem.last[consumer];
-  if (leader) last = arrive(args, cut, part.tile, consumer, 0);
+  if (leader) last = arrive(parts, 0);
   bar_sync(1 + consumer, WARPGROUP);
-  if (part.part == 0 && __any_sync(ALL_LANES, last)) {
-    for (int other = 1; other <= cut.pieces; ++other) add(acc, sums_of<TILE>(args, cut, part.tile, other, consumer));
-    if (leader) args.arrivals[part.tile * CONSUMERS + consumer] = 0;
+  if (__any_sync(ALL_LANES, last) && parts.count == 2) {  // a + b is b + a
+    const int other = blockIdx.x == parts.first ? parts.first + 1 : parts.first;
+    add(acc, sums_of<TILE>(args, other, other == parts.first, consumer));
+    if (leader) *parts.arrivals = 0;
     return true;
   }
-  leave(sums_of<TILE>(args, cut, part.tile, part.part, consumer), acc);
+  leave(sums_of<TILE>(args, blockIdx.x, starts, consumer), acc);
   bar_sync(1 + consumer, WARPGROUP);
-  if (leader) last = arrive(args, cut, part.tile, consumer, 1);
+  if (leader) last = arrive(parts, 1);
   bar_sync(1 + consumer, WARPGROUP);
   if (!__any_sync(ALL_LANES, last)) return false;
-  gather<TILE>(acc, args, cut, part.tile, consumer);
+  gather<TILE>(acc, args, parts, consumer);
   return true;
 }
 
@@ -210,52 +245,58 @@ DEVICE void multiply(Smem<TILE>& smem, float (&acc)[BATCHES][SIZE], const GemmW4
 }
 
 template <typename T, typename TILE>
-DEVICE void consume(Smem<TILE>& smem, const CUtensorMap& y_map, const GemmW4a8Args& args, const Cut& cut,
+DEVICE void consume(Smem<TILE>& smem, const CUtensorMap& y_map, const GemmW4a8Args& args, const Shares& shares,
                     int consumer) {
   constexpr int BM = TILE::BM, BATCH = TILE::BATCH, BATCHES = TILE::BATCHES;
-  const bool leader = threadIdx.x % WARPGROUP == 0;
   const auto store = [&](const float (&acc)[BATCHES][BATCH / 2], const Place& place) {
     store_batches<T>(smem.y[consumer], acc, args, y_map, consumer, (place.n * CONSUMERS + consumer) * 64, place.m * BM);
   };
+  const bool leader = threadIdx.x % WARPGROUP == 0;
   float acc_regs[BATCHES][BATCH / 2];
+  Walk share = walk(shares);
   int i = 0;
-  for (int tile = blockIdx.x; tile < cut.whole; tile += gridDim.x, i += cut.groups) {
-    const Place place = cut.tiles.place(tile);
+  bool left = false;  // a part of the tile before this part's, of which the others have not been told
+  for (Part part; share.next(part);) {
+    const Place place = shares.tiles.place(part.tile);
     clear(acc_regs);
     warm_scales<BM>(args, place.m * BM);
-    multiply(smem, acc_regs, args, place, i, cut.groups, consumer);
-    if (cut.groups == 0) leave(sums_of<TILE>(args, cut, 0, 0, consumer), acc_regs);  // never: for the registers
-    store(acc_regs, place);
-  }
-  i = cut.waves * cut.groups;
-  Part part, before;
-  for (int n = 0; find(part, cut, n); ++n) {
-    const Place place = cut.tiles.place(cut.whole + part.tile);
-    find(before, cut, n - 1);
-    clear(acc_regs);
-    warm_scales<BM>(args, place.m * BM);
-    for (const int start = i, stop = i + part.end - part.first; i < stop;) {
-      const bool tell = n > 0 && i == start;
-      const int some = tell ? 1 : stop - i;
+    for (int stop = i + part.end - part.first; i < stop;) {
+      const int some = left ? 1 : stop - i;
       multiply(smem, acc_regs, args, place, i, some, consumer);
       i += some;
-      if (!tell) continue;
-      // By now what the part before left is on its way, and the other warpgroup multiplies.
+      if (!left) continue;
+      // By now what was left is on its way, and the other warpgroup multiplies.
       bar_sync(1 + consumer, WARPGROUP);
-      if (leader) smem.owed[consumer] = arrive(args, cut, before.tile, consumer, 1);
+      if (leader) smem.owed[consumer] = arrive(parts_of(args, shares, part.tile - 1, consumer), 1);
+      left = false;
     }
-    bool done = false;
-    if (find(before, cut, n + 1))
-      leave(sums_of<TILE>(args, cut, part.tile, part.part, consumer), acc_regs);
-    else
-      done = join(smem, acc_regs, args, cut, part, consumer);
-    if (done) store(acc_regs, place);
-    if (n == 0) continue;
-    bar_sync(1 + consumer, WARPGROUP);
-    if (!__any_sync(ALL_LANES, smem.owed[consumer])) continue;
-    find(before, cut, n - 1);
-    gather<TILE>(acc_regs, args, cut, before.tile, consumer);
-    store(acc_regs, cut.tiles.place(cut.whole + before.tile));
+    const bool whole = part.end - part.first == shares.groups;
+    if (!whole && share.left) {
+      leave(sums_of<TILE>(args, blockIdx.x, false, consumer), acc_regs);
+      left = true;
+    } else if (whole || join(smem, acc_regs, args, parts_of(args, shares, part.tile, consumer), part.first == 0,
+                             consumer)) {
+      store(acc_regs, place);
+    }
+  }
+  // Not the counter of above: of this one the compiler sees that all lanes have the same, and computes what the
+  // products need of it in uniform registers.
+  int j = shares.share_of(blockIdx.x);
+  for (int tile = shares.split + blockIdx.x; tile < shares.count; tile += gridDim.x, j += shares.groups) {
+    const Place place = shares.tiles.place(tile);
+    clear(acc_regs);
+    warm_scales<BM>(args, place.m * BM);
+    multiply(smem, acc_regs, args, place, j, shares.groups, consumer);
+    if (shares.groups == 0) leave(sums_of<TILE>(args, blockIdx.x, true, consumer), acc_regs);
+    store(acc_regs, place);
+  }
+  bar_sync(1 + consumer, WARPGROUP);
+  if (smem.owed[consumer]) {  // the others were there first, which is rare
+    uint32_t block = blockIdx.x;
+    keep_here(block);  // no register held it until here
+    const int tile = shares.start(block) / shares.groups;
+    gather<TILE>(acc_regs, args, parts_of(args, shares, tile, consumer), consumer);
+    store(acc_regs, shares.tiles.place(tile));
   }
   if (leader) cp_async_bulk_wait_group<0>();
 }
@@ -263,7 +304,7 @@ DEVICE void consume(Smem<TILE>& smem, const CUtensorMap& y_map, const GemmW4a8Ar
 template <typename T, typename TILE>
 __global__ void __launch_bounds__(THREADS, 1) gemm_stream_k(const __grid_constant__ CUtensorMap x_map,
                                                             const __grid_constant__ CUtensorMap y_map,
-                                                            const GemmW4a8Args args, const Cut cut) {
+                                                            const GemmW4a8Args args, const Shares shares) {
   constexpr int STAGES = TILE::STAGES;
   Smem<TILE>& smem = dynamic_smem<Smem<TILE>>();
   if (threadIdx.x == 0) {
@@ -278,41 +319,35 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_stream_k(const __grid_constan
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(smem, x_map, args, cut);
+    if (threadIdx.x == 0) produce(smem, x_map, args, shares);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    consume<T>(smem, y_map, args, cut, warpgroup - 1);
+    consume<T>(smem, y_map, args, shares, warpgroup - 1);
   }
 }
 
-// How a launch is done in tiles of so many tokens, and what it costs, in groups x tokens; the start and end of a tile
-// are worth 32 tokens, a part's way through L2 two groups at each end, and the last to arrive another two. The head
-// takes as long as a helper's pieces.
+// What an H200 takes, in units of 10 ns: for a group of columns, for the start and end of a tile, for cutting tiles,
+// and for each part of a tile above two.
+struct Cost {
+  int tokens, group, ends;
+};
+constexpr Cost LARGE = {256, 87, 190}, MIDDLE = {192, 61, 300}, SMALL = {128, 44, 190};
+constexpr int CUT = 1500, PART = 200;
+
+// How a launch is done in tiles of a size, and what it costs.
 struct Plan {
-  Cut cut;
-  int blocks;
+  int split, blocks;
   int64_t cost;
 };
-inline Plan plan(const GemmW4a8Args& args, int tokens) {
-  const Tiles tiles = {ceil_div(args.n, BN), ceil_div(args.m, tokens)};
-  const int groups = args.k / GROUP, sms = args.sm_count, count = tiles.n * tiles.m, waves = count / sms;
-  const int rest = count - waves * sms, idle = sms - rest, group = tokens + 32;
-  const int64_t before = static_cast<int64_t>(waves) * groups * group;
-  Plan best = {{tiles, groups, ceil_div(count, sms), count, 0, groups, 0, 0, 0, 0}, min(count, sms), before};
-  if (rest == 0) return best;
-  best.cost += static_cast<int64_t>(groups) * group;
-  for (int pieces = 1; pieces == 1 || pieces * rest <= idle; ++pieces) {
-    const int helpers = min(pieces * rest, idle), each = ceil_div(pieces * rest, helpers);
-    const int equal = (each * (groups + 2 * pieces) - 2 * pieces * pieces) / (pieces + each);  // rounded down
-    for (int head = max(equal, 1); head <= equal + 1 && groups - head >= pieces; ++head) {
-      const int tail = ceil_div(groups - head, pieces), longest = max(head + 2 * pieces, each * (tail + 2));
-      const int64_t cost = before + static_cast<int64_t>(longest + 2) * group;
-      if (cost >= best.cost) continue;
-      const int size = (groups - head) / pieces, more = (groups - head) % pieces;
-      best = {{tiles, groups, waves, waves * sms, rest, head, pieces, helpers, size, more}, sms, cost};
-    }
-  }
-  return best;
+inline Plan plan(const GemmW4a8Args& args, const Cost& cost) {
+  const int64_t tiles = static_cast<int64_t>(ceil_div(args.n, BN)) * ceil_div(args.m, cost.tokens);
+  const int64_t groups = args.k / GROUP, tile = groups * cost.group + cost.ends;
+  const int64_t sms = args.sm_count, rest = tiles % sms;
+  const Plan whole = {0, static_cast<int>(min(tiles, sms)), ceil_div(tiles, sms) * tile};
+  if (rest == 0 || tiles * groups < sms || groups > 1 << 20) return whole;
+  const int64_t split = rest + (tiles > sms ? sms : 0), parts = ceil_div(sms, split) + 1;
+  const Plan cut = {static_cast<int>(split), args.sm_count, ceil_div(tiles * tile, sms) + CUT + (parts - 2) * PART};
+  return cut.cost + cut.cost / 256 < whole.cost ? cut : whole;
 }
 
 template <typename T, int TOKENS>
@@ -320,14 +355,17 @@ const char* launch_tiles(const GemmW4a8Args& args, const Plan& plan, cudaStream_
   using TILE = Tile<TOKENS>;
   CUtensorMap x_map, y_map;
   if (const char* problem = make_maps<T>(x_map, y_map, args, TOKENS)) return problem;
-  return launch(gemm_stream_k<T, TILE>, plan.blocks, THREADS, sizeof(Smem<TILE>), stream, x_map, y_map, args, plan.cut);
+  const int groups = args.k / GROUP, line = plan.split * groups;
+  const Tiles tiles = {ceil_div(args.n, BN), ceil_div(args.m, TOKENS)};
+  const Shares shares = {tiles, groups, plan.split, tiles.n * tiles.m, line / plan.blocks, line % plan.blocks};
+  return launch(gemm_stream_k<T, TILE>, plan.blocks, THREADS, sizeof(Smem<TILE>), stream, x_map, y_map, args, shares);
 }
 
 extern "C" const char* launch_step(const GemmW4a8Args* args, cudaStream_t stream) {
   if (args->phase == PHASE_QUANTIZE) return launch_quantize(*args, stream);
   if (args->layout != LAYOUT_BLOCKS) return "the weight is in another layout than this step reads";
   return with_y_dtype(*args, [&]<typename T>() -> const char* {
-    const Plan large = plan(*args, 256), middle = plan(*args, 192), small = plan(*args, 128);
+    const Plan large = plan(*args, LARGE), middle = plan(*args, MIDDLE), small = plan(*args, SMALL);
     if (large.cost <= min(middle.cost, small.cost)) return launch_tiles<T, 256>(*args, large, stream);
     return middle.cost <= small.cost ? launch_tiles<T, 192>(*args, middle, stream)
                                      : launch_tiles<T, 128>(*args, small, stream);
