@@ -11,18 +11,20 @@
 //   more: fc_down 1024 1,164 (12: 1,302), local_qkv 1,190 (1,192), fc_down 8192 1,176 (1,182), under load 1,171
 //   (1,144). Not cut it is as fast as 12. Of the fences in a part's way there are fewer here than in what was
 //   measured.
-// Verdict: kept, 1 to 6% faster on gate_up. The prediction was too low for what a cut costs, 13 us a launch: fences of
-//   the device, two and more a part, counters, and blocks that are at other columns each, so that no two read the same
-//   from L2 at once. So fc_down 1024 stays whole: 1,302 to 1,307 in graphs, 1% below its target of 1,320. Two other
-//   designs were measured: the others told at once, not after the next part's first group, 1,237 / 1,219 at gate_up
-//   1024 / 4096 where this had 1,231 / 1,298; and tiles' heads multiplied in step, their rest piece by piece by the
-//   blocks that have no tile, 1,197 / 1,189, and 945 at fc_down 1024: each of 10 pieces cost such a block 6 us.
-//   What decides is the register file. A sum and what it is added to must lie in banks of other parity: where both
-//   were even or both odd, this had 1,049 at gate_up 4096. Four sums of a thread that leave as one vector are aligned;
-//   pairs turned round lie right. A loop of products and additions only has 99% of the tensor cores' clocks, with a
-//   copy and a wait a group 92%, with the unfolding 89%, with both 83%: to unfold beside the products is next. The
-//   compiler moves it behind their wait unless something reads what it made before that; it then has 4 registers too
-//   few.
+// Verdict: kept, 1 to 6% faster on gate_up. The prediction was too low for what a cut costs, 13 us a launch. Supposed
+//   reasons: fences of the device, two and more a part, counters, and blocks that are at other columns each, so that
+//   no two read the same from L2 at once. So fc_down 1024 stays whole: 1,302 to 1,307 in graphs, 1% below its target
+//   of 1,320. Two other designs were measured: the others told at once, not after the next part's first group, no
+//   slower at the same clock (gate_up 1024 / 4096 1,237 / 1,219 at 1,555 / 1,402 MHz, this 1,231 / 1,298 at 1,548 /
+//   1,479); and tiles' heads multiplied in step, their rest piece by piece by the blocks that have no tile, 1,197 /
+//   1,189, and 945 at fc_down 1024: each of 10 pieces cost such a block 6 us.
+//   A first form had 1,049 at gate_up 4096, tiles not cut too. In it all sums lay in the bank of the register file in
+//   which what they are added to lies, both even or both odd, for four that leave as one vector are aligned; pairs
+//   turned round lie right. And its loops' counters were in the lanes' registers, from which every product's
+//   descriptor was moved; here they are uniform. Which of the two cost a fifth was not measured apart. A loop of
+//   products and additions only has 99% of the tensor cores' clocks, with a copy and a wait a group 92%, with the
+//   unfolding 89%, with both 83%: to unfold beside the products is next. The compiler moves it behind their wait
+//   unless something reads what it made before that; it then has 4 registers too few.
 // Architectures: sm_90a
 // Predecessor: 12_codes_early
 // Instances: y_dtype
