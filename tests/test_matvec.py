@@ -69,6 +69,21 @@ def test_against_float64(step: str, dtype: torch.dtype, device: torch.device, la
             assert rel_l2(y, reference.matvec(x, w.dequantize(torch.float64), b)) <= bound(y), (m, n, k)
 
 
+@pytest.mark.parametrize("m, n, k", [(1, 250, 1024), (3, 250, 1024), (4, 130, 4096)])
+def test_few_rows_on_columns_that_come_out_even(m: int, n: int, k: int, device: torch.device) -> None:
+    step = "matvec_fp4/15_two_blocks"
+    skip_unless_it_runs(step, device)
+    w = quantize_fp4(random((n, k), 3) / k**0.5, scale_dtype=(torch.float32, BF16)[m % 2]).to(device)
+    x, bias = random((m, k), 4, BF16).to(device), random((n,), 5, BF16).to(device)
+    for factor in (1.0, 2.0**100):
+        y = matvec(step, x * factor, w, bias=bias)
+        assert rel_l2(y, reference.matvec(x * factor, w.dequantize(torch.float64), bias)) <= bound(y)
+    assert torch.equal(matvec(step, x, w, chained=True), matvec(step, x, w))
+    if device.type == "cpu":
+        with build.emulation(check=True, seed=m):
+            assert torch.equal(matvec(step, x, w), matvec(step, x, w))
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_check_mode_is_clean_and_seeds_agree(step: str) -> None:
     w, x = quantize(step, random((37, 768), 1)), random((3, 768), 2, BF16)

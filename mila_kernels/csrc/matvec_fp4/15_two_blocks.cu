@@ -1,5 +1,5 @@
-// Change: one row of BF16 on long columns: two blocks share a multiprocessor, and the loop over the tiles makes only the
-//   column that x has, keeps its addresses in registers, and adds all products of a group up in one chain.
+// Change: up to 4 rows of BF16: two blocks share a multiprocessor, and the loop over the tiles makes only the columns that x
+//   has, keeps its addresses in registers, and adds all products of a group up in one chain.
 // Prediction: 13 has 15 warps a multiprocessor, of which each waits 1,000 clocks for its 2 KB and then takes 16 times 18
 //   instructions in a row: long_scoreboard 4 of 7 stalled warps an issued instruction, ALU and issue slots at 43%, the memory
 //   at 61% (ncu). 30 warps wait for 60 KB. Registers for that are there only if the loop needs 64; it also gets shorter, from
@@ -25,7 +25,6 @@ constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
 constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a time
 constexpr int max_warps(int nt) { return nt == 4 ? 12 : 16; }  // by the registers that columns of B take
 constexpr int X_PITCH = HELD * GROUP + 8;  // of a column; 16 bytes more for other banks
-constexpr int ONE_Y_PITCH = TILE_ROWS;
 constexpr uint32_t BF16_BITS = 0x81c081c0u;
 
 // The same as _unfold in mila_kernels/linear.py, which solves for the word.
@@ -246,9 +245,9 @@ Cut cut_for(const MatvecFp4Args& args, int columns, int warps) {
   return cut;
 }
 
-// ---- one row of BF16: two blocks a multiprocessor -------------------------------------------------------------------
+// ---- few rows of BF16: two blocks a multiprocessor --------------------------------------------------------------------
 
-constexpr int ONE_WARPS = 16;
+constexpr int FEW_WARPS = 16, MOST_FEW = 4;  // of more rows x comes too often to a multiprocessor
 constexpr int MOST_PASSES = 4;
 
 // Brings a warp's part of x in, [passes][X_PITCH], as bring_x does. All loads of a lane are under way before the first is
@@ -279,14 +278,16 @@ DEVICE float bring_one_x(const MatvecFp4Args& args, const Cut& cut, uint32_t x_w
   return too_large ? 1.0f : X_FACTOR;
 }
 
-// Only for cuts in which every warp has HELD groups in every pass, all of x fits, and so do the sums of all rounds.
-template <typename Scale, int PASSES>
-__global__ void __launch_bounds__(ONE_WARPS* WARP, 2)
-    matvec_one_row(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ Cut cut) {
+// Only for cuts in which every warp has HELD groups in every pass, all of x fits, and so do the sums of all rounds. ONE: a
+// single row of x.
+template <typename Scale, int PASSES, bool ONE>
+__global__ void __launch_bounds__(FEW_WARPS* WARP, 2)
+    matvec_few_rows(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ Cut cut) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-  const int passes = PASSES == 1 ? 1 : cut.passes;
+  const int passes = PASSES == 1 ? 1 : cut.passes, columns = ONE ? 1 : args.m;
   bf16* const x_smem = &dynamic_smem<bf16>();
-  uint32_t x_warp = smem_u32(x_smem + warp * passes * X_PITCH);
+  bf16* const x_first = x_smem + warp * passes * columns * X_PITCH;
+  uint32_t x_warp = smem_u32(x_first);
 
   uint4 words[HELD][2];
   Scale scales[HELD][2];
@@ -312,23 +313,29 @@ __global__ void __launch_bounds__(ONE_WARPS* WARP, 2)
     load_first();
     griddepcontrol_wait();
   }
-  const float restore = 0x1p126f / bring_one_x<PASSES>(args, cut, x_warp, warp * HELD, lane, [&] {
+  const auto load_unless_there = [&] {
     if (!args.chained) load_first();
-  });
+  };
+  float restore = 0x1p126f;
+  if constexpr (ONE) {
+    restore /= bring_one_x<PASSES>(args, cut, x_warp, warp * HELD, lane, load_unless_there);
+  } else {
+    restore /= bring_x<4>(args, cut, x_first, warp * HELD, lane, load_unless_there);
+  }
 
-  // The last round is not for all blocks.
+  // The last round is not for all blocks. Columns past the last are copies of it, and dropped at the end.
   const int rounds = cut.rounds - (blockIdx.x + (cut.rounds - 1) * gridDim.x < cut.tiles ? 0 : 1);
-  float* const y_smem = reinterpret_cast<float*>(x_smem + cut.warps * passes * X_PITCH);
-  uint32_t y_lane = smem_u32(y_smem + warp * ONE_Y_PITCH + g);
-  x_warp += t * 32;
+  float* const y_smem = reinterpret_cast<float*>(x_smem + cut.warps * passes * columns * X_PITCH);
+  uint32_t y_lane = smem_u32(y_smem + warp * columns * TILE_ROWS) + (2 * t * TILE_ROWS + g) * sizeof(float);
+  x_warp += (ONE ? 0 : min(g, columns - 1) * X_PITCH * static_cast<int>(sizeof(bf16))) + t * 32;
   keep_in_register(x_warp);
   keep_in_register(y_lane);
-  const uint32_t y_step = cut.warps * ONE_Y_PITCH * sizeof(float);
+  const uint32_t y_step = cut.warps * columns * TILE_ROWS * sizeof(float);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
     // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
     if (round + 1 == rounds) griddepcontrol_launch_dependents();
-    float y_regs[2] = {};  // of rows g and g + 8; only lanes with t = 0 hold the column that x is in
+    float y_regs[4] = {};  // columns 2t and 2t + 1 of row g, then of row g + 8
 #pragma unroll 1
     for (int pass = 0; pass < passes; ++pass) {
       const bool last = PASSES == 1 || pass + 1 == passes, more = !last || round + 1 < rounds;
@@ -343,43 +350,43 @@ __global__ void __launch_bounds__(ONE_WARPS* WARP, 2)
             uint32_t a[2][4];
             decode(a[0], pair == 0 ? words[i][half].x : words[i][half].z);
             decode(a[1], pair == 0 ? words[i][half].y : words[i][half].w);
-            const uint4 b = ld_shared_v4_u32(x_warp + (pass * X_PITCH + i * GROUP + half * 64 + pair * 8) * sizeof(bf16));
+            const uint4 b = ld_shared_v4_u32(x_warp + (pass * columns * X_PITCH + i * GROUP + half * 64 + pair * 8) * sizeof(bf16));
             mma_m16n8k16<bf16>(sums, a[0], b.x, b.y);
             mma_m16n8k16<bf16>(sums, a[1], b.z, b.w);
           }
         const float scale[2] = {to_float(scales[i][0]), to_float(scales[i][1])};
         if (more) load(i);
-        y_regs[0] += sums[0] * restore * scale[0];
-        y_regs[1] += sums[2] * restore * scale[1];
+#pragma unroll
+        for (int c = 0; c < 4; c += ONE ? 2 : 1) y_regs[c] += sums[c] * restore * scale[c / 2];
       }
     }
-    if (t == 0) {
-      st_shared_f32(y_lane, y_regs[0]);
-      st_shared_f32(y_lane + 8 * sizeof(float), y_regs[1]);
-    }
+#pragma unroll
+    for (int c = 0; c < 4; c += ONE ? 2 : 1)
+      if (2 * t + c % 2 < columns) st_shared_f32(y_lane + (c % 2 * TILE_ROWS + c / 2 * 8) * sizeof(float), y_regs[c]);
     y_lane += y_step;
   }
 
   __syncthreads();
-  // Two threads a row, half of the warps each.
-  for (int i = threadIdx.x; i < rounds * 2 * TILE_ROWS; i += blockDim.x) {
-    const int row = i % TILE_ROWS, half = i / TILE_ROWS % 2, round = i / (2 * TILE_ROWS);
-    const float* y = y_smem + round * cut.warps * ONE_Y_PITCH + row;
+  // Two threads a sum, half of the warps each.
+  for (int i = threadIdx.x; i < rounds * columns * 2 * TILE_ROWS; i += blockDim.x) {
+    const int row = i % TILE_ROWS, half = i / TILE_ROWS % 2, column = i / (2 * TILE_ROWS) % columns;
+    const int round = i / (2 * TILE_ROWS) / columns;
+    const float* y = y_smem + (round * cut.warps * columns + column) * TILE_ROWS + row;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int w = half; w < cut.warps; w += 2) sum += y[w * ONE_Y_PITCH];
+    for (int w = half; w < cut.warps; w += 2) sum += y[w * columns * TILE_ROWS];
     sum += __shfl_xor_sync(ALL_LANES, sum, TILE_ROWS);
     const int64_t n = (blockIdx.x + static_cast<int64_t>(round) * gridDim.x) * TILE_ROWS + row;
-    if (half == 0 && n < args.n) store_y<bf16>(args, 0, static_cast<int>(n), sum);
+    if (half == 0 && n < args.n) store_y<bf16>(args, column, static_cast<int>(n), sum);
   }
 }
 
 // No warps: the columns do not come out even, something does not fit, or there is too little to do.
-Cut one_cut_for(const MatvecFp4Args& args) {
+Cut few_cut_for(const MatvecFp4Args& args) {
   Cut cut = {};
   cut.groups = args.k / GROUP;
   cut.tiles = ceil_div(args.n, TILE_ROWS);
-  cut.passes = ceil_div(cut.groups, ONE_WARPS * HELD);
+  cut.passes = ceil_div(cut.groups, FEW_WARPS * HELD);
   cut.x_passes = cut.passes;
   cut.pass_units = cut.groups / cut.passes;
   cut.rounds = ceil_div(cut.tiles, args.sm_count * 2);
@@ -387,17 +394,17 @@ Cut one_cut_for(const MatvecFp4Args& args) {
   cut.blocks = min(cut.tiles, args.sm_count * 2);
   cut.round_units = cut.blocks * cut.groups - (cut.passes - 1) * cut.pass_units;
   const int warps = cut.pass_units / HELD;
-  cut.smem_bytes = warps * (cut.passes * X_PITCH * static_cast<int>(sizeof(bf16)) +
-                            cut.rounds * ONE_Y_PITCH * static_cast<int>(sizeof(float)));
+  cut.smem_bytes = warps * args.m * (cut.passes * X_PITCH * static_cast<int>(sizeof(bf16)) +
+                                     cut.rounds * TILE_ROWS * static_cast<int>(sizeof(float)));
   const bool even = cut.pass_units * cut.passes == cut.groups && cut.pass_units % HELD == 0;
   const bool enough = cut.tiles * cut.passes * 4 >= args.sm_count * 15;  // else one block with more registers is faster
   if (even && enough && cut.passes <= MOST_PASSES && cut.smem_bytes <= args.smem_limit / 2 - 1024) cut.warps = warps;
   return cut;
 }
 
-template <typename Scale>
-const char* launch_one_row(const MatvecFp4Args& args, const Cut& cut, cudaStream_t stream) {
-  const auto kernel = cut.passes == 1 ? matvec_one_row<Scale, 1> : matvec_one_row<Scale, MOST_PASSES>;
+template <typename Scale, bool ONE>
+const char* launch_few_rows(const MatvecFp4Args& args, const Cut& cut, cudaStream_t stream) {
+  const auto kernel = cut.passes == 1 ? matvec_few_rows<Scale, 1, ONE> : matvec_few_rows<Scale, MOST_PASSES, ONE>;
   return launch_overlapping(args.chained, kernel, cut.blocks, cut.warps * WARP, cut.smem_bytes, stream, args, cut);
 }
 
@@ -625,11 +632,12 @@ const char* launch_tile_per_warp(const MatvecFp4Args& args, const RowCut& cut, c
 
 extern "C" const char* launch_step(const MatvecFp4Args* args, cudaStream_t stream) {
   const int columns = args->m * terms_of(args->dtype);
-  const Cut one = columns == 1 ? one_cut_for(*args) : Cut{};
+  const Cut few = args->dtype == DTYPE_BF16 && columns <= MOST_FEW ? few_cut_for(*args) : Cut{};
   return with_scale(*args, LAYOUT_FOLDED, [&]<typename Scale>() {
     return with_columns(columns, [&]<int NT>() {
       if constexpr (NT == 1) {
-        if (one.warps > 0) return launch_one_row<Scale>(*args, one, stream);
+        if (few.warps > 0)
+          return args->m == 1 ? launch_few_rows<Scale, true>(*args, few, stream) : launch_few_rows<Scale, false>(*args, few, stream);
       } else {
         const RowCut rows = row_cut_for(*args, columns, NT);
         if (rows.warps > 0) return launch_tile_per_warp<Scale, NT>(*args, rows, stream);
