@@ -68,7 +68,8 @@ def gemm_w4a8(
         TypeError, ValueError: an argument that does not fit, by name, before anything is launched.
         mila_kernels.build.KernelError: the launch was refused.
 
-    Scratch is allocated at each call on the current stream; nothing is kept between calls but the shuffled weight.
+    Scratch is allocated at each call on the current stream. Kept between calls are the shuffled weight, and of each
+    stream, and each launch that a CUDA graph captured, some counters: zero before and after a launch.
     """
     if not isinstance(w, Fp4Weight):
         raise TypeError(f"w: an Fp4Weight is needed (quantize_fp4 makes one), not {type(w).__name__}")
