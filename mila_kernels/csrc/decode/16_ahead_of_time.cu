@@ -6,12 +6,13 @@
 // Measured: H200, 2026-11-30, one run with 12 (in brackets): 16 heads on 1, 4K / 32K / 128K keys 9.0 / 22.9 / 67.8 us
 //   (11.2 / 25.5 / 72.2), E4M3 8.4 / 16.2 / 39.9 (10.8 / 19.2 / 44.2); 8 heads on 4, 4K / 16K / 28K 12.1 / 35.8 / 58.3
 //   (13.8 / 37.1 / 59.5), E4M3 8.9 / 20.9 / 32.2 (10.7 / 23.5 / 34.9); batch 16, 28K 832 and 426 (832 and 426), batch
-//   64 3,298 and 1,690 (3,302 and 1,692). Of that 0.6 us at any length is this step's, in a run with 15. Other designs in
-//   that run: 32 KB ahead 0.4 to 0.6 us slower, 128 KB the same; tiles copied by whole rows, as they lie in memory, in
-//   place of columns of 128 bytes 23.0 / 67.5 and 36.3 (22.9 / 67.5 and 35.5), batch 64 the same; a merge that looks at a
-//   counter in place of waiting for the grid 0.4 to 1 us slower at any length. A wider page table cost 3% at 4K keys, for
-//   pages were looked up as far as it goes: since then, as far as the length goes that was known early.
-// Verdict: kept: 0.6 us faster. Half of what was predicted: the merge of the call before reads at the same time and takes
+//   64 3,298 and 1,690 (3,302 and 1,692). A slower run with 15 (in brackets) 9.2 / 23.3 / 68.4 (9.3 / 23.7 / 69.0) and
+//   12.3 / 36.0 / 58.6 (12.8 / 36.4 / 58.8). 4K keys take 8.9 us under page tables for 4K to 256K: pages are looked up as
+//   far as the length goes that is known early, and no further. Other designs, in the first run: 32 KB ahead 0.4 to 0.6
+//   us slower, 128 KB the same; tiles copied by whole rows, as they lie in memory, in place of columns of 128 bytes the
+//   same with 16 rows, 0.5 to 1 us slower with 2; a merge that looks at a counter in place of waiting for the grid 0.4 to
+//   1 us slower at any length.
+// Verdict: kept: 0.2 to 1 us faster. Half of what was predicted: the merge of the call before reads at the same time and takes
 //   longer for it. Left are, at 4K keys and 16 heads, 1 us until the work is known, 2.7 for the tiles, and 4 from the last
 //   tile to the next call: two ends of a grid and the merge between them. At batch 64 memory gives all it can.
 // Architectures: sm_90a sm_100a
