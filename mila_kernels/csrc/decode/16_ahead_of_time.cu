@@ -9,11 +9,11 @@
 //   64 3,298 and 1,690 (3,302 and 1,692). A slower run with 15 (in brackets) 9.2 / 23.3 / 68.4 (9.3 / 23.7 / 69.0) and
 //   12.3 / 36.0 / 58.6 (12.8 / 36.4 / 58.8). 4K keys take 8.9 us under page tables for 4K to 256K: pages are looked up as
 //   far as the length goes that is known early, and no further. Other designs, in the first run: 32 KB ahead 0.4 to 0.6
-//   us slower, 128 KB the same; tiles copied by whole rows, as they lie in memory, in place of columns of 128 bytes the
-//   same with 16 rows, 0.5 to 1 us slower with 2; a merge that looks at a counter in place of waiting for the grid 0.4 to
-//   1 us slower at any length.
-// Verdict: kept: 0.2 to 1 us faster. Half of what was predicted: the merge of the call before reads at the same time and takes
-//   longer for it. Left are, at 4K keys and 16 heads, 1 us until the work is known, 2.7 for the tiles, and 4 from the last
+//   us slower (128 KB, in an earlier run, the same); tiles copied by whole rows, as they lie in memory, in place of
+//   columns of 128 bytes the same with 16 rows, 0.5 to 1 us slower with 2; a merge that looks at a counter in place of
+//   waiting for the grid 0.4 to 1 us slower at any length.
+// Verdict: kept: 0.2 to 1 us faster. Half of what was predicted: the merge of the call before reads at the same time
+//   and takes longer for it. Left are, at 4K keys and 16 heads, 1 us until the work is known, 2.7 for the tiles, and 4 from the last
 //   tile to the next call: two ends of a grid and the merge between them. At batch 64 memory gives all it can.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
