@@ -3,17 +3,17 @@
 // Prediction: 13 has 15 warps a multiprocessor, of which each waits 1,000 clocks for its 2 KB and then takes 16 times 18
 //   instructions in a row: long_scoreboard 4 of 7 stalled warps an issued instruction, ALU and issue slots at 43%, the memory
 //   at 61% (ncu). 30 warps wait for 60 KB. Registers for that are there only if the loop needs 64; it also gets shorter, from
-//   1.9 instructions of a lane a weight to 1.6. 1 us less on gate_up, and 8% on the lm_head; nothing where blocks have 2 tiles.
+//   1.9 instructions of a lane a weight to 1.6. 1 us less on gate_up, and 8% on the lm_head; nothing where there are 2 tiles.
 // Measured: H200, 2026-11-30, one run with 13 (in brackets), M = 1: gate_up 16.8 us (18.2), fc_down 10.8 (11.4), local_qkv 6.6
-//   (7.3), global_qk 7.1 (8.0), lm_head 118.7 (127.2); local_o 5.3 and global_o 7.7 stay with 13's kernel. A launch of nothing
-//   takes 0.8, reading alone 14.7, 8.4, 5.3, 5.4, 112.7; the same without decoding 16.2 on gate_up. Of prototypes in one
-//   run, gate_up: x once a block and not once a warp 17.0 to 17.3, and local_qkv 7.5; one block of 30 warps with a group
-//   each 17.5; 15 warps, x in registers, one tile or two of each warp in flight 17.7 and 18.4; the same with x by a bulk
-//   copy 18.3, and multicast in clusters of 2 and 4 19.7 and 33; a ring of bulk copies 19.3; a rotation as a wide
-//   multiplication, off the ALU, 17.4. fc_down with its columns over clusters of 4: 13.8. Which x it is, and whether
-//   another launch had it before, makes no difference; that a warp asks for x before it asks for weights makes 0.7 us.
-// Verdict: Kept: 0.6 to 1.4 us of every launch but the two shortest, and 7% of the lm_head. What is left above reading are 2 us of
-//   gate_up, of which decoding is 0.9: words come late and together, and half of the ALU's time (43%) is then left over.
+//   (7.3), local_o 4.8 (5.2), global_qk 7.1 (8.0), global_o 7.2 (7.6), lm_head 118.7 (127.2). A launch of nothing takes 0.8,
+//   reading alone 14.7, 8.4, 5.3, 3.5, 5.4, 5.3, 112.7; the same without decoding 16.2 on gate_up. Of prototypes in one run,
+//   gate_up: x once a block and not once a warp 17.0 to 17.3, and local_qkv 7.5; one block of 30 warps with a group each
+//   17.5; 15 warps, x in registers, one tile or two of each warp in flight 17.7 and 18.4; the same with x by a bulk copy
+//   18.3, and multicast in clusters of 2 and 4 19.7 and 33; a ring of bulk copies 19.3; a rotation as a wide multiplication,
+//   off the ALU, 17.4. fc_down with its columns over clusters of 4: 13.8. Whether another launch had the same x before makes
+//   no difference; that a warp asks for x before it asks for weights makes 0.7 us on short matrices.
+// Verdict: Kept: 0.4 to 1.4 us of every launch, and 7% of the lm_head. Above reading are left 2 us of gate_up, of which decoding
+//   is 0.9, and 1.3 of local_o: words come late and together, and half of the ALU's time (43%) is then left over.
 // Architectures: sm_90a sm_100a sm_120
 // Spills: a register or two in kernels for more than 8 columns of B, on sm_100a and sm_120.
 // Instances: scale_dtype column_tiles
@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(FEW_WARPS* WARP, 2)
   }
 }
 
-// No warps: the columns do not come out even, something does not fit, or there is too little to do.
+// No warps: the columns do not come out even, or something does not fit.
 Cut few_cut_for(const MatvecFp4Args& args) {
   Cut cut = {};
   cut.groups = args.k / GROUP;
@@ -397,8 +397,7 @@ Cut few_cut_for(const MatvecFp4Args& args) {
   cut.smem_bytes = warps * args.m * (cut.passes * X_PITCH * static_cast<int>(sizeof(bf16)) +
                                      cut.rounds * TILE_ROWS * static_cast<int>(sizeof(float)));
   const bool even = cut.pass_units * cut.passes == cut.groups && cut.pass_units % HELD == 0;
-  const bool enough = cut.tiles * cut.passes * 4 >= args.sm_count * 15;  // else one block with more registers is faster
-  if (even && enough && cut.passes <= MOST_PASSES && cut.smem_bytes <= args.smem_limit / 2 - 1024) cut.warps = warps;
+  if (even && cut.passes <= MOST_PASSES && cut.smem_bytes <= args.smem_limit / 2 - 1024) cut.warps = warps;
   return cut;
 }
 
