@@ -3,7 +3,7 @@
 // Prediction: 13 has 15 warps a multiprocessor, of which each waits 1,000 clocks for its 2 KB and then takes 16 times 18
 //   instructions in a row: long_scoreboard 4 of 7 stalled warps an issued instruction, ALU and issue slots at 43%, the memory
 //   at 61% (ncu). 30 warps wait for 60 KB. Registers for that are there only if the loop needs 64; it also gets shorter, from
-//   1.9 instructions of a lane a weight to 1.6. 1 us less on gate_up, and 8% on the lm_head; nothing where there are 2 tiles.
+//   1.7 instructions of a lane a weight to 1.5. 1 us less on gate_up, and 8% on the lm_head; nothing where there are 2 tiles.
 // Measured: H200, 2026-11-30, one run with 13 (in brackets), M = 1: gate_up 16.8 us (18.2), fc_down 10.8 (11.4), local_qkv 6.6
 //   (7.3), local_o 4.8 (5.2), global_qk 7.1 (8.0), global_o 7.2 (7.6), lm_head 118.7 (127.2). A launch of nothing takes 0.8,
 //   reading alone 14.7, 8.4, 5.3, 3.5, 5.4, 5.3, 112.7; the same without decoding 16.2 on gate_up. Of prototypes in one run,
