@@ -8,6 +8,7 @@ import math
 import torch
 
 from . import build, outputs, steps
+from .operator import operator
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1}
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -80,11 +81,11 @@ def prefill(
     if window and not causal:
         raise ValueError(f"window: {window} needs causal=True")
     chosen = _resolve_step("prefill", step, q, k, v)
-    o, lse = torch.ops.mila_kernels.prefill(q, k, v, chosen.id, bool(causal), window, scale, bool(return_lse))
+    o, lse = _prefill(q, k, v, chosen.id, bool(causal), window, scale, bool(return_lse))
     return (o, lse) if return_lse else o
 
 
-@torch.library.custom_op("mila_kernels::prefill", mutates_args=())
+@operator("mila_kernels::prefill")
 def _prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -177,10 +178,13 @@ def _resolve_step(
     """The step asked for, if it can run on these tensors; without one, the fastest that can, of those for so many query
     rows a KV head if ``rows`` is given."""
     if step is None:
-        fitting = [s for s in steps.steps(op) if _misfit(s, *tensors) is None]
-        if not fitting:
-            raise ValueError(f"{op}: no step fits: {_misfit(steps.steps(op)[0], *tensors)}")
-        return max(fitting, key=lambda s: (s.kept and (rows is None or rows >= s.rows), s.order))
+        best_first = sorted(
+            steps.steps(op), key=lambda s: (s.kept and (rows is None or rows >= s.rows), s.order), reverse=True
+        )
+        for candidate in best_first:
+            if _misfit(candidate, *tensors) is None:
+                return candidate
+        raise ValueError(f"{op}: no step fits: {_misfit(steps.steps(op)[0], *tensors)}")
     chosen = step if isinstance(step, steps.Step) else steps.step(step if "/" in step else f"{op}/{step}")
     if chosen.op != op:
         raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")

@@ -11,6 +11,7 @@ import torch
 from . import build, outputs, steps
 from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
 from .cache import Cache, ContiguousCache, PagedCache, RingCache, check_lengths, check_queries
+from .operator import operator
 
 MAX_Q_LEN = 8
 MAX_SPLITS = 1024
@@ -96,7 +97,7 @@ def decode(
     chosen = _resolve_step("decode", step, q, cache.keys, cache.values, rows=rows)
     if q.device.type == "cpu":
         cache.check(lengths)
-    o, lse = torch.ops.mila_kernels.decode(
+    o, lse = _decode(
         q, cache.keys, cache.values, lengths, getattr(cache, "page_table", None), sink, cache.k_scale, cache.v_scale,
         cache.fault, chosen.id, isinstance(cache, RingCache), window, splits, _check_scale(scale, head_dim),
         bool(return_lse),
@@ -104,7 +105,7 @@ def decode(
     return (o, lse) if return_lse else o
 
 
-@torch.library.custom_op("mila_kernels::decode", mutates_args=("fault",))
+@operator("mila_kernels::decode", mutates_args=("fault",))
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None,
     sink: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, fault: torch.Tensor,

@@ -9,6 +9,7 @@ import torch
 from . import build, outputs, steps
 from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
 from .cache import RingCache, check_lengths, check_queries
+from .operator import operator
 
 MAX_ROWS = 2**31 - 2**16  # tokens times query heads of a KV head: the kernels count them in 32 bits
 
@@ -88,7 +89,7 @@ def prefill_ring(
     chosen = _resolve_step("prefill_ring", step, q, cache.keys, cache.values)
     if q.device.type == "cpu":
         cache.check(lengths)
-    o, lse = torch.ops.mila_kernels.prefill_ring(
+    o, lse = _prefill_ring(
         q, cache.keys, cache.values, lengths, chosen.id, window, _check_scale(scale, head_dim), bool(return_lse)
     )
     return (o, lse) if return_lse else o
@@ -137,7 +138,7 @@ def prefill_through_ring(
     return (o, lse) if return_lse else o
 
 
-@torch.library.custom_op("mila_kernels::prefill_ring", mutates_args=())
+@operator("mila_kernels::prefill_ring")
 def _prefill_ring(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
     step: str, window: int, scale: float, with_lse: bool,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import statistics
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -35,10 +37,12 @@ def instructions_a_weight(names: Sequence[str], arch: str = "sm_90a") -> pd.Data
 
     Counted in the SASS of the kernel for BF16 and up to 8 columns. Needs nvcc and cuobjdump; raises static.ToolError.
     """
+    chosen = [steps.step(name) for name in names]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler each: the whole ladder takes as long as one step
+        compiled = list(pool.map(lambda step: static.compile_step(step, arch), chosen))
     table = []
-    for name in names:
-        step = steps.step(name)
-        loop = _innermost_loop(static.compile_step(step, arch).sass)
+    for step, built in zip(chosen, compiled, strict=True):
+        loop = _innermost_loop(built.sass)
         weights = LANE_WEIGHTS * (loop["HMMA"] or loop["x"])
         total = sum(loop.values()) - loop["x"]
         row: dict[str, object] = {"step": step.name, "all": total / weights}

@@ -12,6 +12,7 @@ import torch
 
 from . import attention_decode, build, linear, outputs, steps
 from .linear import DTYPE_CODES, DTYPE_NAMES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
+from .operator import operator
 
 OP = "gemm_w4a8"
 PHASES = {"quantize": 0, "weight": 1, "multiply": 2}
@@ -82,7 +83,7 @@ def gemm_w4a8(
         _check_bias(bias, values, w, out_dtype)
     chosen = _resolve_step(step, values, w)
     codes, w_scales = _laid_out(w, step_layout(chosen))
-    return torch.ops.mila_kernels.gemm_w4a8(values, scales, codes, w_scales, bias, w.n, chosen.id, out_dtype)
+    return _gemm(values, scales, codes, w_scales, bias, w.n, chosen.id, out_dtype)
 
 
 def quantize_activations(x: torch.Tensor, *, step: str | steps.Step | None = None) -> Pair:
@@ -103,13 +104,13 @@ def quantize_activations(x: torch.Tensor, *, step: str | steps.Step | None = Non
     _check_fit(chosen, x)
     if "PHASE_QUANTIZE" not in _code(chosen):
         raise ValueError(f"step: {chosen.id} does not quantise activations")
-    return torch.ops.mila_kernels.quantize_activations(x, chosen.id)
+    return _quantize(x, chosen.id)
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("mila_kernels::gemm_w4a8", mutates_args=())
+@operator("mila_kernels::gemm_w4a8")
 def _gemm(
     x: torch.Tensor, x_scales: torch.Tensor | None, w_codes: torch.Tensor, w_scales: torch.Tensor,
     bias: torch.Tensor | None, n: int, step: str, out_dtype: torch.dtype,
@@ -129,7 +130,7 @@ def _gemm_output(
     return outputs.empty(x, (x.shape[0], n), out_dtype)
 
 
-@torch.library.custom_op("mila_kernels::quantize_activations", mutates_args=())
+@operator("mila_kernels::quantize_activations")
 def _quantize(x: torch.Tensor, step: str) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = _quantize_outputs(x, step)
     if not x.shape[0]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import build, steps
+from .operator import operator
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1}
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -549,7 +550,7 @@ def matvec_fp4(
         raise ValueError(f"w: group_size {w.group_size} must be {KERNEL_GROUP}")
     chosen = _resolve_step("matvec_fp4", step, x, w, bias)
     w = w.in_layout(step_layout(chosen))
-    return torch.ops.mila_kernels.matvec_fp4(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
+    return _matvec_fp4(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
 
 
 def matvec_fp8(
@@ -565,10 +566,10 @@ def matvec_fp8(
         raise TypeError(f"w: an Fp8Weight is needed (quantize_fp8 makes one), not {type(w).__name__}")
     chosen = _resolve_step("matvec_fp8", step, x, w, bias)
     w = w.in_layout(step_layout(chosen))
-    return torch.ops.mila_kernels.matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
+    return _matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
 
 
-@torch.library.custom_op("mila_kernels::matvec_fp4", mutates_args=())
+@operator("mila_kernels::matvec_fp4")
 def _matvec_fp4(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,
@@ -580,7 +581,7 @@ def _matvec_fp4(
     return y
 
 
-@torch.library.custom_op("mila_kernels::matvec_fp8", mutates_args=())
+@operator("mila_kernels::matvec_fp8")
 def _matvec_fp8(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,
