@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -81,11 +82,11 @@ def prefill(
     if window and not causal:
         raise ValueError(f"window: {window} needs causal=True")
     chosen = _resolve_step("prefill", step, q, k, v)
-    o, lse = _prefill(q, k, v, chosen.id, bool(causal), window, scale, bool(return_lse))
+    o, lse = _prefill(q, k, v, chosen, bool(causal), window, scale, bool(return_lse))
     return (o, lse) if return_lse else o
 
 
-@operator("mila_kernels::prefill")
+@operator("mila_kernels::prefill", check=lambda q, k, v, step, *rest: _check_alignment(step, q, k, v))
 def _prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -172,38 +173,57 @@ def _check_window(window: int | None) -> int:
     return min(window, 2**31 - 1)
 
 
-def _resolve_step(
-    op: str, step: str | steps.Step | None, *tensors: torch.Tensor, rows: int | None = None
+def _resolve_step(op: str, step: str | steps.Step | None, *tensors: torch.Tensor, rows: int | None = None) -> str:
+    """The id of the step asked for, if it can run on these tensors; without one, of the fastest that can, of those for
+    so many query rows a KV head if ``rows`` is given. Under a compiler addresses are not known: the operator's check
+    looks at them."""
+    q = tensors[0]
+    if torch.compiler.is_compiling():
+        name = step.id if isinstance(step, steps.Step) else step
+        return _step_to_compile(op, name, q.shape[3], q.dtype, q.device, rows)
+    return _choose(op, step, lambda s: _unfit(s, q.shape[3], q.dtype, q.device) or _misaligned(s, *tensors), rows).id
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _step_to_compile(
+    op: str, step: str | None, head_dim: int, dtype: torch.dtype, device: torch.device, rows: int | None
+) -> str:
+    return _choose(op, step, lambda s: _unfit(s, head_dim, dtype, device), rows).id
+
+
+def _choose(
+    op: str, step: str | steps.Step | None, misfit: Callable[[steps.Step], str | None], rows: int | None
 ) -> steps.Step:
-    """The step asked for, if it can run on these tensors; without one, the fastest that can, of those for so many query
-    rows a KV head if ``rows`` is given."""
     if step is None:
         best_first = sorted(
             steps.steps(op), key=lambda s: (s.kept and (rows is None or rows >= s.rows), s.order), reverse=True
         )
         for candidate in best_first:
-            if _misfit(candidate, *tensors) is None:
+            if misfit(candidate) is None:
                 return candidate
-        raise ValueError(f"{op}: no step fits: {_misfit(steps.steps(op)[0], *tensors)}")
+        raise ValueError(f"{op}: no step fits: {misfit(steps.steps(op)[0])}")
     chosen = step if isinstance(step, steps.Step) else steps.step(step if "/" in step else f"{op}/{step}")
     if chosen.op != op:
         raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")
-    reason = _misfit(chosen, *tensors)
+    reason = misfit(chosen)
     if reason:
         raise ValueError(f"step: {chosen.id} does not fit: {reason}")
     return chosen
 
 
-def _misfit(step: steps.Step, *tensors: torch.Tensor) -> str | None:
-    """Why a step cannot run on these tensors, or None."""
-    q = tensors[0]
-    head_dim = q.shape[3]
+def _unfit(step: steps.Step, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a step cannot run on such tensors, or None."""
     if head_dim not in step.head_dims:
         return f"q: head_dim {head_dim} must be one of {', '.join(map(str, step.head_dims))}"
-    if DTYPE_NAMES[q.dtype] not in step.dtypes:
-        return f"q: dtype {q.dtype} must be one of {', '.join(step.dtypes)}"
-    if q.device.type == "cuda" and not step.runs_on(torch.cuda.get_device_capability(q.device)):
-        return f"q: {torch.cuda.get_device_name(q.device)} is not one of {', '.join(step.architectures)}"
+    if DTYPE_NAMES[dtype] not in step.dtypes:
+        return f"q: dtype {dtype} must be one of {', '.join(step.dtypes)}"
+    if device.type == "cuda" and not step.runs_on(torch.cuda.get_device_capability(device)):
+        return f"q: {torch.cuda.get_device_name(device)} is not one of {', '.join(step.architectures)}"
+    return None
+
+
+def _misaligned(step: steps.Step, *tensors: torch.Tensor) -> str | None:
+    """Why a step cannot read q, k, v where they lie, or None."""
     for name, x in zip("qkv", tensors, strict=False):
         offsets = [x.data_ptr() % step.alignment if x.numel() else 0]
         offsets += [
@@ -214,3 +234,9 @@ def _misfit(step: steps.Step, *tensors: torch.Tensor) -> str | None:
         if any(offsets):
             return f"{name}: address and strides must be multiples of {step.alignment} bytes; pass {name}.contiguous()"
     return None
+
+
+def _check_alignment(step: str, *tensors: torch.Tensor) -> None:
+    reason = _misaligned(steps.step(step), *tensors)
+    if reason:
+        raise ValueError(f"step: {step} does not fit: {reason}")

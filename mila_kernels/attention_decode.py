@@ -9,7 +9,16 @@ from collections.abc import Sequence
 import torch
 
 from . import build, outputs, steps
-from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
+from .attention import (
+    DTYPE_CODES,
+    MAX_GRID_YZ,
+    _check_alignment,
+    _check_scale,
+    _check_tensors,
+    _check_window,
+    _resolve_step,
+    _strides,
+)  # fmt: skip
 from .cache import Cache, ContiguousCache, PagedCache, RingCache, check_lengths, check_queries
 from .operator import operator
 
@@ -95,17 +104,20 @@ def decode(
     splits = _check_splits(num_splits)
     rows = min(q_len * q_heads // cache.kv_heads, ROWS)
     chosen = _resolve_step("decode", step, q, cache.keys, cache.values, rows=rows)
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
         cache.check(lengths)
     o, lse = _decode(
         q, cache.keys, cache.values, lengths, getattr(cache, "page_table", None), sink, cache.k_scale, cache.v_scale,
-        cache.fault, chosen.id, isinstance(cache, RingCache), window, splits, _check_scale(scale, head_dim),
+        cache.fault, chosen, isinstance(cache, RingCache), window, splits, _check_scale(scale, head_dim),
         bool(return_lse),
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
 
-@operator("mila_kernels::decode", mutates_args=("fault",))
+@operator(
+    "mila_kernels::decode", mutates_args=("fault",),
+    check=lambda q, k, v, *rest: _check_alignment(next(x for x in rest if isinstance(x, str)), q, k, v),
+)  # fmt: skip
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None,
     sink: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, fault: torch.Tensor,

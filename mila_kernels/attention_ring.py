@@ -7,7 +7,16 @@ import ctypes
 import torch
 
 from . import build, outputs, steps
-from .attention import DTYPE_CODES, MAX_GRID_YZ, _check_scale, _check_tensors, _check_window, _resolve_step, _strides
+from .attention import (
+    DTYPE_CODES,
+    MAX_GRID_YZ,
+    _check_alignment,
+    _check_scale,
+    _check_tensors,
+    _check_window,
+    _resolve_step,
+    _strides,
+)  # fmt: skip
 from .cache import RingCache, check_lengths, check_queries
 from .operator import operator
 
@@ -87,10 +96,10 @@ def prefill_ring(
         if size > limit:
             raise ValueError(f"q: {name} {size} is above {limit}")
     chosen = _resolve_step("prefill_ring", step, q, cache.keys, cache.values)
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
         cache.check(lengths)
     o, lse = _prefill_ring(
-        q, cache.keys, cache.values, lengths, chosen.id, window, _check_scale(scale, head_dim), bool(return_lse)
+        q, cache.keys, cache.values, lengths, chosen, window, _check_scale(scale, head_dim), bool(return_lse)
     )
     return (o, lse) if return_lse else o
 
@@ -138,7 +147,7 @@ def prefill_through_ring(
     return (o, lse) if return_lse else o
 
 
-@operator("mila_kernels::prefill_ring")
+@operator("mila_kernels::prefill_ring", check=lambda q, k, v, lengths, step, *rest: _check_alignment(step, q, k, v))
 def _prefill_ring(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
     step: str, window: int, scale: float, with_lse: bool,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import attention_decode, build, linear, outputs, steps
-from .linear import DTYPE_CODES, DTYPE_NAMES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
+from .linear import DTYPE_CODES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
 from .operator import operator
 
 OP = "gemm_w4a8"
@@ -25,6 +25,7 @@ MAX_ROWS = 1 << 22
 TILE = 128 * 256  # outputs of the largest tile of a step that splits K
 # What the library's products take besides 128 columns; the kernels of ours take any number of rows of the weight.
 LIBRARY_MULTIPLE = 16
+LIBRARY_PRODUCTS = (f"{OP}/02_tensor_scale", f"{OP}/03_token_scale")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -81,9 +82,11 @@ def gemm_w4a8(
     values, scales = _check_activations(x, w)
     if bias is not None:
         _check_bias(bias, values, w, out_dtype)
-    chosen = _resolve_step(step, values, w)
-    codes, w_scales = _laid_out(w, step_layout(chosen))
-    return _gemm(values, scales, codes, w_scales, bias, w.n, chosen.id, out_dtype)
+    chosen, layout = _resolve_step(step, values)
+    if chosen in LIBRARY_PRODUCTS and w.n % LIBRARY_MULTIPLE:
+        raise ValueError(f"w: its {w.n} rows must be a multiple of {LIBRARY_MULTIPLE} for {chosen}")
+    codes, w_scales = _laid_out(w, layout)
+    return _gemm(values, scales, codes, w_scales, bias, w.n, chosen, out_dtype)
 
 
 def quantize_activations(x: torch.Tensor, *, step: str | steps.Step | None = None) -> Pair:
@@ -100,17 +103,16 @@ def quantize_activations(x: torch.Tensor, *, step: str | steps.Step | None = Non
     _check_values(x, "x")
     if x.shape[1] % KERNEL_GROUP:
         raise ValueError(f"x: its {x.shape[1]} columns must be a multiple of {KERNEL_GROUP}")
-    chosen = _pick_step(step, x.device)
-    _check_fit(chosen, x)
-    if "PHASE_QUANTIZE" not in _code(chosen):
-        raise ValueError(f"step: {chosen.id} does not quantise activations")
-    return _quantize(x, chosen.id)
+    chosen, _ = _resolve_step(step, x)
+    if not _quantises(chosen):
+        raise ValueError(f"step: {chosen} does not quantise activations")
+    return _quantize(x, chosen)
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-@operator("mila_kernels::gemm_w4a8")
+@operator("mila_kernels::gemm_w4a8", check=lambda x, *rest: linear.check_alignment(rest[5], x))
 def _gemm(
     x: torch.Tensor, x_scales: torch.Tensor | None, w_codes: torch.Tensor, w_scales: torch.Tensor,
     bias: torch.Tensor | None, n: int, step: str, out_dtype: torch.dtype,
@@ -130,7 +132,7 @@ def _gemm_output(
     return outputs.empty(x, (x.shape[0], n), out_dtype)
 
 
-@operator("mila_kernels::quantize_activations")
+@operator("mila_kernels::quantize_activations", check=lambda x, step: linear.check_alignment(step, x))
 def _quantize(x: torch.Tensor, step: str) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = _quantize_outputs(x, step)
     if not x.shape[0]:
@@ -317,13 +319,18 @@ def step_layout(step: steps.Step) -> str:
 
 def _laid_out(w: Fp4Weight, layout: str) -> Pair:
     """Codes and scales in that layout, remembered by the weight. Blocks hold both: the scales are then the blocks."""
-    rows = w.in_layout("rows")
     if layout == "rows":
+        rows = w.in_layout("rows")
         return rows.codes, rows.scales
     if "blocks" not in w._shuffled:
-        w._shuffled["blocks"] = replace(w, codes=_blocks(rows), layout="blocks", _shuffled={})
+        _remember_blocks(w)
     blocks = w._shuffled["blocks"].codes
     return blocks, blocks
+
+
+@torch.compiler.disable
+def _remember_blocks(w: Fp4Weight) -> None:
+    w._shuffled["blocks"] = replace(w, codes=_blocks(w.in_layout("rows")), layout="blocks", _shuffled={})
 
 
 def _blocks(w: Fp4Weight) -> torch.Tensor:
@@ -366,28 +373,25 @@ def _fold(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _pick_step(step: str | steps.Step | None, device: torch.device) -> steps.Step:
-    return linear._pick_step(OP, step, device)
+def _resolve_step(step: str | steps.Step | None, x: torch.Tensor) -> tuple[str, str]:
+    """The id and the weight's layout of the step asked for, or of the fastest. Under a compiler addresses are not
+    known: the operator's check looks at them."""
+    if torch.compiler.is_compiling():
+        return _step_to_compile(step.id if isinstance(step, steps.Step) else step, x.dtype, x.device)
+    chosen = linear._fitting_step(OP, step, x.dtype, x.device)
+    linear.check_alignment(chosen, x)
+    return chosen.id, step_layout(chosen)
 
 
-def _resolve_step(step: str | steps.Step | None, x: torch.Tensor, w: Fp4Weight) -> steps.Step:
-    chosen = _pick_step(step, x.device)
-    _check_fit(chosen, x)
-    if chosen.order in (2, 3) and w.n % LIBRARY_MULTIPLE:
-        raise ValueError(f"w: its {w.n} rows must be a multiple of {LIBRARY_MULTIPLE} for {chosen.id}")
-    return chosen
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _step_to_compile(step: str | None, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    chosen = linear._fitting_step(OP, step, dtype, device)
+    return chosen.id, step_layout(chosen)
 
 
-def _check_fit(step: steps.Step, x: torch.Tensor) -> None:
-    reason = linear._device_misfit(step, x.device)
-    if reason is None and x.dtype in DTYPE_NAMES and DTYPE_NAMES[x.dtype] not in step.dtypes:
-        reason = f"x: dtype {x.dtype} must be one of {', '.join(step.dtypes)}"
-    if reason is None and x.numel():
-        row_bytes = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
-        if x.data_ptr() % step.alignment or row_bytes % step.alignment:
-            reason = f"x: address and row stride must be multiples of {step.alignment} bytes; pass x.clone()"
-    if reason is not None:
-        raise ValueError(f"step: {step.id} does not fit: {reason}")
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _quantises(step: str) -> bool:
+    return "PHASE_QUANTIZE" in _code(steps.step(step))
 
 
 def _check_activations(x: Any, w: Fp4Weight) -> tuple[torch.Tensor, torch.Tensor | None]:

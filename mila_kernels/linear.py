@@ -135,8 +135,12 @@ class Fp4Weight:
         if layout == self.layout:
             return self
         if layout not in self._shuffled:
-            self._shuffled[layout] = self._relaid(layout)
+            self._remember(layout)
         return self._shuffled[layout]
+
+    @torch.compiler.disable
+    def _remember(self, layout: str) -> None:
+        self._shuffled[layout] = self._relaid(layout)
 
     def _relaid(self, layout: str) -> Fp4Weight:
         if layout not in ("rows", *FP4_LAYOUTS):
@@ -232,8 +236,12 @@ class Fp8Weight:
         if layout == self.layout:
             return self
         if layout not in self._shuffled:
-            self._shuffled[layout] = self._relaid(layout)
+            self._remember(layout)
         return self._shuffled[layout]
+
+    @torch.compiler.disable
+    def _remember(self, layout: str) -> None:
+        self._shuffled[layout] = self._relaid(layout)
 
     def _relaid(self, layout: str) -> Fp8Weight:
         if layout == "rows":
@@ -548,9 +556,9 @@ def matvec_fp4(
         raise TypeError(f"w: an Fp4Weight is needed (quantize_fp4 makes one), not {type(w).__name__}")
     if w.group_size != KERNEL_GROUP:
         raise ValueError(f"w: group_size {w.group_size} must be {KERNEL_GROUP}")
-    chosen = _resolve_step("matvec_fp4", step, x, w, bias)
-    w = w.in_layout(step_layout(chosen))
-    return _matvec_fp4(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
+    chosen, layout = _resolve_step("matvec_fp4", step, x, w, bias)
+    w = w.in_layout(layout)
+    return _matvec_fp4(x, w.codes, w.scales, bias, w.n, w.layout, chosen, bool(chained))
 
 
 def matvec_fp8(
@@ -564,12 +572,12 @@ def matvec_fp8(
     """``x w^T + bias`` for a few rows of activations and an FP8 weight; arguments and errors as :func:`matvec_fp4`."""
     if not isinstance(w, Fp8Weight):
         raise TypeError(f"w: an Fp8Weight is needed (quantize_fp8 makes one), not {type(w).__name__}")
-    chosen = _resolve_step("matvec_fp8", step, x, w, bias)
-    w = w.in_layout(step_layout(chosen))
-    return _matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen.id, bool(chained))
+    chosen, layout = _resolve_step("matvec_fp8", step, x, w, bias)
+    w = w.in_layout(layout)
+    return _matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen, bool(chained))
 
 
-@operator("mila_kernels::matvec_fp4")
+@operator("mila_kernels::matvec_fp4", check=lambda x, *rest: check_alignment(rest[5], x))
 def _matvec_fp4(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,
@@ -581,7 +589,7 @@ def _matvec_fp4(
     return y
 
 
-@operator("mila_kernels::matvec_fp8")
+@operator("mila_kernels::matvec_fp8", check=lambda x, *rest: check_alignment(rest[5], x))
 def _matvec_fp8(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,
@@ -647,22 +655,45 @@ def _pick_step(op: str, step: str | steps.Step | None, device: torch.device) -> 
 
 def _resolve_step(
     op: str, step: str | steps.Step | None, x: torch.Tensor, w: Fp4Weight | Fp8Weight, bias: torch.Tensor | None
-) -> steps.Step:
-    """Checks x, w and bias; the step asked for, or the fastest."""
+) -> tuple[str, str]:
+    """Checks x, w and bias; the id of the step asked for, or of the fastest, and the layout that it reads. Under a
+    compiler addresses are not known: the operator's check looks at them."""
     _check_activations(x, w)
     if bias is not None:
         _check_bias(bias, x, w)
-    chosen = _pick_step(op, step, x.device)
-    reason = _device_misfit(chosen, x.device)
-    if reason is None and DTYPE_NAMES[x.dtype] not in chosen.dtypes:
-        reason = f"x: dtype {x.dtype} must be one of {', '.join(chosen.dtypes)}"
-    if reason is None and x.numel():
-        row_bytes = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
-        if x.data_ptr() % chosen.alignment or row_bytes % chosen.alignment:
-            reason = f"x: address and row stride must be multiples of {chosen.alignment} bytes; pass x.clone()"
+    if torch.compiler.is_compiling():
+        return _step_to_compile(op, step.id if isinstance(step, steps.Step) else step, x.dtype, x.device)
+    chosen = _fitting_step(op, step, x.dtype, x.device)
+    check_alignment(chosen, x)
+    return chosen.id, step_layout(chosen)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _step_to_compile(op: str, step: str | None, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    """A step's id and its layout, known while a compiler traces."""
+    chosen = _fitting_step(op, step, dtype, device)
+    return chosen.id, step_layout(chosen)
+
+
+def _fitting_step(op: str, step: str | steps.Step | None, dtype: torch.dtype, device: torch.device) -> steps.Step:
+    chosen = _pick_step(op, step, device)
+    reason = _device_misfit(chosen, device)
+    if reason is None and dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] not in chosen.dtypes:
+        reason = f"x: dtype {dtype} must be one of {', '.join(chosen.dtypes)}"
     if reason is not None:
         raise ValueError(f"step: {chosen.id} does not fit: {reason}")
     return chosen
+
+
+def check_alignment(step: str | steps.Step, x: torch.Tensor) -> None:
+    """ValueError where a step cannot read activations ``[m, k]`` where they lie."""
+    chosen = steps.step(step)
+    row_bytes = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
+    if x.numel() and (x.data_ptr() % chosen.alignment or row_bytes % chosen.alignment):
+        raise ValueError(
+            f"step: {chosen.id} does not fit: x: address and row stride must be multiples of {chosen.alignment} bytes; "
+            "pass x.clone()"
+        )
 
 
 def _device_misfit(step: steps.Step, device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,9 +18,10 @@ class Operator:
     a call, several times what a short kernel does.
     """
 
-    def __init__(self, name: str, function: Function, mutates_args: Iterable[str]) -> None:
+    def __init__(self, name: str, function: Function, mutates_args: Iterable[str], check: Function | None) -> None:
         self._function = function
-        self.register_fake = torch.library.custom_op(name, function, mutates_args=mutates_args).register_fake
+        known = function if check is None else _checked(function, check)
+        self.register_fake = torch.library.custom_op(name, known, mutates_args=mutates_args).register_fake
         namespace, _, short = name.partition("::")
         self._registered = getattr(getattr(torch.ops, namespace), short)
 
@@ -27,9 +29,24 @@ class Operator:
         return self._registered(*args) if _watched(args) else self._function(*args)
 
 
-def operator(name: str, mutates_args: Iterable[str] = ()) -> Callable[[Function], Operator]:
-    """Decorator: the function becomes the operator ``name`` (``mila_kernels::prefill``)."""
-    return lambda function: Operator(name, function, mutates_args)
+def operator(
+    name: str, mutates_args: Iterable[str] = (), check: Function | None = None
+) -> Callable[[Function], Operator]:
+    """Decorator: the function becomes the operator ``name`` (``mila_kernels::prefill``).
+
+    ``check`` takes the same arguments and raises for what its callers could not know while they were compiled, such as
+    addresses. In plain eager code they have looked at that themselves.
+    """
+    return lambda function: Operator(name, function, mutates_args, check)
+
+
+def _checked(function: Function, check: Function) -> Function:
+    @functools.wraps(function)
+    def both(*args: Any) -> Any:
+        check(*args)
+        return function(*args)
+
+    return both
 
 
 def _watched(args: Iterable[Any]) -> bool:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mila_kernels as mk
+from mila_kernels import steps
 from mila_kernels.operator import operator
 
 called: list[str] = []
@@ -97,3 +98,55 @@ def test_attention_works_under_a_compiler() -> None:
         return o * 2
 
     assert torch.equal(torch.compile(twice, backend="eager")(q, k, v), twice(q, k, v))
+
+
+def _attention() -> tuple[Callable, tuple]:
+    q, k, v = (torch.randn(1, n, 2, 64).bfloat16() for n in (3, 5, 5))
+    return mk.prefill, (q, k, v)
+
+
+def _decode() -> tuple[Callable, tuple]:
+    k, v = (torch.randn(1, 8, 2, 64).bfloat16() for _ in range(2))
+    lengths = torch.tensor([5], dtype=torch.int32)
+    return mk.decode, (torch.randn(1, 1, 4, 64).bfloat16(), mk.ContiguousCache(k, v), lengths)
+
+
+def _ring() -> tuple[Callable, tuple]:
+    k, v = (torch.randn(1, 8, 2, 64).bfloat16() for _ in range(2))
+    lengths = torch.tensor([9], dtype=torch.int32)
+    return mk.prefill_ring, (torch.randn(1, 3, 4, 64).bfloat16(), mk.RingCache(k, v), lengths)
+
+
+def _matvec_fp4() -> tuple[Callable, tuple]:
+    return mk.matvec_fp4, (torch.randn(1, 256).bfloat16(), mk.quantize_fp4(torch.randn(32, 256)).shuffle())
+
+
+def _matvec_fp8() -> tuple[Callable, tuple]:
+    return mk.matvec_fp8, (torch.randn(1, 256).bfloat16(), mk.quantize_fp8(torch.randn(32, 256)).shuffle())
+
+
+def _gemm() -> tuple[Callable, tuple]:
+    x, w = torch.randn(16, 256).bfloat16(), mk.quantize_fp4(torch.randn(64, 256))
+    mk.gemm_w4a8(x, w)  # shuffles the weight
+    return mk.gemm_w4a8, (x, w)
+
+
+@pytest.mark.parametrize("case", [_attention, _decode, _ring, _matvec_fp4, _matvec_fp8, _gemm])
+def test_every_operation_compiles_into_one_graph(case: Callable[[], tuple[Callable, tuple]]) -> None:
+    function, args = case()
+    whole = torch.compile(lambda *args: function(*args) * 2, backend="eager", fullgraph=True)
+    assert torch.equal(whole(*args), function(*args) * 2)
+
+
+def test_addresses_are_looked_at_when_a_compiled_graph_runs() -> None:
+    step = next(step.id for step in reversed(steps.steps("prefill")) if step.alignment == 16)
+    compiled = torch.compile(lambda q, k, v: mk.prefill(q, k, v, step=step), backend="eager", fullgraph=True)
+    q, k, v = (torch.randn(n * 128 + 1).bfloat16() for n in (3, 5, 5))
+    odd = [x[1:].view(1, -1, 2, 64) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        compiled(*odd)
+
+
+def test_a_weight_is_shuffled_beside_a_graph() -> None:
+    x, w = torch.randn(1, 256).bfloat16(), mk.quantize_fp4(torch.randn(32, 256))
+    assert torch.equal(torch.compile(mk.matvec_fp4, backend="eager")(x, w), mk.matvec_fp4(x, w))
