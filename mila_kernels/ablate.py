@@ -21,6 +21,7 @@ from . import paths, steps
 from .steps import Step
 
 WITHOUT = " without "
+WITH = " with "  # before the argument that a row's step was called with: its source is the step's own
 
 Edits = tuple[tuple[str, str], ...]  # (text that stands once in the source, what takes its place)
 

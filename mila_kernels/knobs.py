@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 
 from . import ops, results, steps
+from .ablate import WITH
 from .cache import PagedCache
 from .results import AblationRow
 from .shapes import Workload
@@ -22,7 +23,6 @@ from .shapes import Workload
 if TYPE_CHECKING:
     from .notebook import Session
 
-WITH = " with "
 EAGER = "eager calls"
 
 Inputs = dict[str, Any]

@@ -549,7 +549,8 @@ class _CurrentSources:
 
     def stale(self, op: str, step: str, source_sha: str) -> bool:
         """True for a row of a step whose source has changed or is gone; peers have no source of ours."""
-        return bool(source_sha) and self.digests.get((op, step.rpartition("/")[2])) != source_sha
+        name = step.rpartition("/")[2].partition(ablate.WITH)[0]
+        return bool(source_sha) and self.digests.get((op, name)) != source_sha
 
 
 FP8_OPS = ("gemm_w4a8",)

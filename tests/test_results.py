@@ -433,9 +433,13 @@ def test_merge_of_another_machine(tmp_path):
 def test_stale_rows_are_marked(tmp_path):
     step = steps.steps("prefill")[0]
     now = step.source_sha
-    for sha, name in ((now, step.name), ("0" * 12, step.name), ("0" * 12, "99_gone"), ("", "torch-sdpa")):
+    for sha, name in (
+        (now, step.name), ("0" * 12, step.name), ("0" * 12, "99_gone"), ("", "torch-sdpa"),
+        (now, f"{step.name} with 8 splits"), ("0" * 12, f"{step.name} with 8 splits"),
+        (now, f"{step.name} without all"),
+    ):  # fmt: skip
         results.append(tmp_path, timing(source_sha=sha, step=name, shape=f"b1 {name} {sha}"))
-    assert results.table("timings", tmp_path)["stale"].tolist() == [False, True, True, False]
+    assert results.table("timings", tmp_path)["stale"].tolist() == [False, True, True, False, False, True, True]
 
 
 def test_missing_tables_are_empty_and_typed(tmp_path):
