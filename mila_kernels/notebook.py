@@ -341,7 +341,8 @@ class Session:
                 for workload in workloads:
                     bench.second_clock(step, workload, seed=self.seed, run=run, device=self.device)
         counted = results.table("counters", self.source)
-        counted = counted[(counted["step"] == step.name) & (counted["metric"] == bench.SECOND_CLOCK)]
+        counted = counted[counted["metric"] == bench.SECOND_CLOCK]
+        counted = counted[(counted["op"] == step.op) & (counted["step"] == step.name)]
         theirs = dict(zip(counted["workload"], counted["value"], strict=True))
         table = []
         for row in _records(self.time([name], workloads)):
