@@ -18,7 +18,7 @@ from .attention import (
     _check_window,
     _resolve_step,
     _strides,
-)  # fmt: skip
+)
 from .cache import Cache, ContiguousCache, PagedCache, RingCache, check_lengths, check_queries
 from .operator import operator
 
@@ -116,7 +116,9 @@ def decode(
 
 @operator(
     "mila_kernels::decode", mutates_args=("fault",),
-    check=lambda q, k, v, *rest: _check_alignment(next(x for x in rest if isinstance(x, str)), q, k, v),
+    check=lambda q, k, v, lengths, page_table, sink, k_scale, v_scale, fault, step, *rest: (
+        _check_alignment(step, q, k, v)
+    ),
 )  # fmt: skip
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None,

@@ -16,7 +16,7 @@ from .attention import (
     _check_window,
     _resolve_step,
     _strides,
-)  # fmt: skip
+)
 from .cache import RingCache, check_lengths, check_queries
 from .operator import operator
 

@@ -112,7 +112,10 @@ def quantize_activations(x: torch.Tensor, *, step: str | steps.Step | None = Non
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-@operator("mila_kernels::gemm_w4a8", check=lambda x, *rest: linear.check_alignment(rest[5], x))
+@operator(
+    "mila_kernels::gemm_w4a8",
+    check=lambda x, x_scales, w_codes, w_scales, bias, n, step, *rest: linear.check_alignment(step, x),
+)
 def _gemm(
     x: torch.Tensor, x_scales: torch.Tensor | None, w_codes: torch.Tensor, w_scales: torch.Tensor,
     bias: torch.Tensor | None, n: int, step: str, out_dtype: torch.dtype,

@@ -577,7 +577,10 @@ def matvec_fp8(
     return _matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen, bool(chained))
 
 
-@operator("mila_kernels::matvec_fp4", check=lambda x, *rest: check_alignment(rest[5], x))
+@operator(
+    "mila_kernels::matvec_fp4",
+    check=lambda x, codes, scales, bias, n, layout, step, *rest: check_alignment(step, x),
+)
 def _matvec_fp4(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,
@@ -589,7 +592,10 @@ def _matvec_fp4(
     return y
 
 
-@operator("mila_kernels::matvec_fp8", check=lambda x, *rest: check_alignment(rest[5], x))
+@operator(
+    "mila_kernels::matvec_fp8",
+    check=lambda x, codes, scales, bias, n, layout, step, *rest: check_alignment(step, x),
+)
 def _matvec_fp8(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import matplotlib
 import pandas as pd
@@ -88,8 +88,7 @@ def measure_errors(names: Sequence[str], workloads: Sequence[Workload], seed: in
             found = parity.compare(got, want, step.bound or op.bound(w))
             run.add(ParityRow(run_id="", op=op.name, step=step.name, source_sha=step.source_sha,
                               backend="cuda" if device.type == "cuda" else "emulation", shape=w.shape, seed=seed,
-                              rel_l2=found.rel_l2, max_abs=found.max_abs, nonfinite=found.nonfinite,
-                              bound=found.bound, passed=found.passed))  # fmt: skip
+                              **asdict(found)))  # fmt: skip
 
 
 def trade(session: Session, names: Sequence[str], workloads: Sequence[Workload]) -> pd.DataFrame:
