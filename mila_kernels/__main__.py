@@ -55,10 +55,12 @@ EDGE_SHAPES = {
     "prefill": (
         "b1 q3h1 kv8h1 d512 causal bf16",
         "b1 q72h1 kv200h1 d64 causal bf16",
-        "b1 q1h1 kv200h1 d64 causal bf16",
+        "b1 q72h1 kv200h1 d256 causal bf16",
+        "b1 q1h1 kv200h1 d256 causal bf16",
         "b1 q10h1 kv10h1 d256 w4 causal bf16",
         "b1 q2h1 kv1023h1 d64 w1024 causal bf16",
         "b1 q2h1 kv1025h1 d64 w1024 causal bf16",
+        "b1 q33h1 kv33h1 d64 w33 causal bf16",
         "b1 q20h1 kv33h1 d64 w1000000000 causal bf16",
         "b1 q4h1 kv2h1 d512 causal bf16",
         "b1 q200h1 kv3h1 d64 causal bf16",
@@ -66,7 +68,8 @@ EDGE_SHAPES = {
         "b1 q0h1 kv20h1 d128 causal bf16",
     ),
     "prefill_ring": (
-        "b1 q72h1 kv200h1 d64 w200 causal bf16",
+        "b1 q72h1 kv200h1 d256 w200 causal bf16",
+        "b1 q40h1 kv200h1 d128 w70 causal bf16",
         "b1 q10h1 kv10h1 d256 w4 causal bf16",
         "b1 q2h1 kv1023h1 d64 w1024 causal bf16",
         "b1 q2h1 kv1025h1 d64 w1024 causal bf16",
@@ -224,7 +227,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
     parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape, as in the last example")
-    parser.add_argument("--edges", action="store_true", help="the shapes that kernels of this kind have got wrong")
+    parser.add_argument("--edges", action="store_true", help="shapes that such kernels have got wrong, and probes of them")
     _add_device(parser)
     parser.add_argument("--check-mode", action="store_true", help="emulation that reports races and bad accesses")
     parser.add_argument(
@@ -251,13 +254,15 @@ def _check(args: argparse.Namespace) -> int:
 
 def _check_one(step: Step, workload: Workload, seed: int, args: argparse.Namespace, run: RunWriter | None) -> bool:
     """Check one case and print its lines; True when it failed."""
-    from . import build, parity
+    from . import build, parity, probes
 
     begun = time.monotonic()
     try:
         # The seed also shuffles the emulated warps; None leaves the mode to MILA_EMULATION_CHECK.
         with build.emulation(check=args.check_mode or None, seed=seed):
             rows = parity.check(step, workload, seed, args.device, run)
+            if args.edges and seed == args.seed:
+                rows += probes.check(step, workload, args.device, run)
     except Exception as error:  # one broken case must not hide the others
         first, *rest = f"{type(error).__name__}: {error}".splitlines()
         more = [*rest[:ERROR_LINES], f"... {len(rest) - ERROR_LINES} more lines"] if len(rest) > ERROR_LINES else rest
@@ -269,7 +274,8 @@ def _check_one(step: Step, workload: Workload, seed: int, args: argparse.Namespa
         figures = f"rel_l2 {row.rel_l2:.2e} (bound {row.bound:.2e})"
         if row.nonfinite:
             figures += f", {row.nonfinite} elements NaN or Inf"
-        print(f"{verdict}  {step.id}  {row.shape}  seed {seed}  {figures}  {row.backend}{took}", flush=True)
+        drawn = "" if row.seed is None else f"  seed {row.seed}"
+        print(f"{verdict}  {step.id}  {row.shape}{drawn}  {figures}  {row.backend}{took}", flush=True)
         took = ""
     return not all(row.passed for row in rows)
 

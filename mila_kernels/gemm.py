@@ -291,8 +291,8 @@ def _matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torc
 
 
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
-    """Rows one after another, as the library takes them."""
-    return codes.contiguous()
+    """Rows one after another, as the library takes them, the stride of a single one too."""
+    return codes.contiguous().view(-1).view(codes.shape)
 
 
 def _sm_count(device: torch.device) -> int:

@@ -477,8 +477,8 @@ def quantize_fp8(w: torch.Tensor) -> Fp8Weight:
 
 
 def _scale(absmax: torch.Tensor, largest: float, dtype: torch.dtype) -> torch.Tensor:
-    """absmax / largest rounded to the scale's dtype, in float64."""
-    return (absmax / largest).float().to(dtype).double().clamp_min(SMALLEST_SCALE)
+    """absmax / largest rounded to the scale's dtype, in float64. By a number, CUDA would multiply with its inverse."""
+    return (absmax / absmax.new_full((), largest)).float().to(dtype).double().clamp_min(SMALLEST_SCALE)
 
 
 def _nearest_fp4(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,11 @@ needs one; ``emulation`` never uses one.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +26,22 @@ def _backends() -> list[Any]:
         raise pytest.UsageError(f"MILA_TEST_DEVICE: cuda was asked for and torch {torch.__version__} sees no GPU")
     cuda = wanted == "cuda" or wanted == "auto" and available
     return ["emulation", *([pytest.param("cuda", marks=pytest.mark.cuda)] if cuda else [])]
+
+
+@pytest.fixture(autouse=True)
+def _by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With several workers, a test marked ``alone`` runs while no other does; who waits for that holds the gate."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if not run:
+        yield
+        return
+    folder = Path(tempfile.gettempdir())
+    with (folder / f"mila-gate-{run}").open("w") as gate, (folder / f"mila-tests-{run}").open("w") as tests:
+        alone = request.node.get_closest_marker("alone") is not None
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(tests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(params=_backends())

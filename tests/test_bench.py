@@ -283,6 +283,7 @@ def test_events_are_on_the_stream_of_the_kernel():
 
 @needs_cuda
 @pytest.mark.cuda
+@pytest.mark.alone
 def test_two_clocks_agree_on_a_long_call(tmp_path):
     pytest.importorskip("triton")
     case = shapes.parse_shape("prefill", "b1 q2048h16 kv2048h1 d512 causal bf16")

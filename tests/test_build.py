@@ -185,6 +185,7 @@ SMALL = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_a_first_call_of_every_operation_builds_in_time(
     name: str, cache: Path, backend: str, monkeypatch: pytest.MonkeyPatch

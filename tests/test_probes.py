@@ -1,0 +1,58 @@
+"""Probes: right for a right step, and a key too many or too few is seen by each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mila_kernels import ops, probes, shapes
+
+CASES = {
+    "prefill/01_scalar": "b2 q9h2 kv40h1 d64 w7 causal bf16",
+    "prefill_ring/01_hs_split": "b2 q9h2 kv40h1 d64 w7 causal bf16",
+    "decode/02_split_k": "b2 q2h2 kv40h1 d64 w7 bf16",
+}
+
+
+@pytest.mark.parametrize("step", CASES)
+def test_a_right_step_passes_every_probe(step: str, device: torch.device) -> None:
+    rows = probes.check(step, shapes.parse_shape(step.split("/")[0], CASES[step]), device)
+    assert [row.shape.split()[-1] for row in rows] == ["count", "mean", "mask"]
+    assert all(row.passed and row.max_abs is not None and row.max_abs <= (row.bound or 0) for row in rows)
+
+
+@pytest.mark.parametrize("window", [6, 8])
+@pytest.mark.parametrize("step", CASES)
+def test_a_key_too_many_or_too_few_is_seen_by_every_probe(
+    step: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = shapes.parse_shape(step.split("/")[0], CASES[step])
+    op = ops.op(w.op)
+    make = op.make_inputs
+
+    def one_off(workload: shapes.Workload, seed: int, device: torch.device) -> dict[str, Any]:
+        wide = shapes.parse_shape(w.op, CASES[step].replace("w7", "w8"))  # a ring that holds what either sees
+        return {**make(wide, seed, device), "window": window}
+
+    monkeypatch.setitem(ops.OPS, w.op, type(op)(**{**vars(op), "make_inputs": one_off}))
+    rows = probes.check(step, w, "emulation")
+    assert not any(row.passed for row in rows)
+
+
+def test_which_keys_are_seen() -> None:
+    def bounds(text: str) -> list[list[int]]:
+        return [x.tolist() for x in probes.seen(shapes.parse_shape("prefill", text))]
+
+    assert bounds("b1 q3h1 kv8h1 d64 causal bf16") == [[0, 0, 0], [6, 7, 8]]
+    assert bounds("b1 q3h1 kv8h1 d64 w4 causal bf16") == [[2, 3, 4], [6, 7, 8]]
+    assert bounds("b1 q4h1 kv2h1 d64 causal bf16") == [[0, 0, 0, 0], [0, 0, 1, 2]]
+    assert bounds("b1 q2h1 kv5h1 d64 full bf16") == [[0, 0], [5, 5]]
+
+
+def test_no_probe_where_positions_are_not_exact() -> None:
+    assert probes.kinds(shapes.parse_shape("prefill", "b1 q1h1 kv300h1 d64 causal bf16")) == ["count"]
+    assert probes.kinds(shapes.parse_shape("decode", "b1 q1h1 kv65h1 d128 bf16 kvfp8 page64")) == ["count", "mask"]
+    assert probes.kinds(shapes.parse_shape("prefill", "b1 q1h1 kv0h1 d64 causal bf16")) == ["count"]
+    assert probes.kinds(shapes.parse_shape("matvec_fp4", "n64 k256 m1 bf16")) == []
