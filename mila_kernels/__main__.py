@@ -227,7 +227,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP|OP", help="steps or operations (default: all)")
     parser.add_argument("--workload", action="append", default=[], metavar="NAME", help="a name of data/workloads.csv")
     parser.add_argument("--shape", action="append", default=[], metavar="TEXT", help="a shape, as in the last example")
-    parser.add_argument("--edges", action="store_true", help="shapes that such kernels have got wrong, and probes of them")
+    parser.add_argument("--edges", action="store_true", help="shapes that kernels get wrong, and probes of them")
     _add_device(parser)
     parser.add_argument("--check-mode", action="store_true", help="emulation that reports races and bad accesses")
     parser.add_argument(

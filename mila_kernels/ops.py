@@ -81,8 +81,8 @@ def _attention_bytes(w: Workload) -> float:
 
 
 def _attention_bound(w: Workload) -> float:
-    """Half a unit in the last place of an output. Over many, its rounding is 1.65e-3 (BF16) and 2.1e-4 (FP16) of it, and
-    that of the probabilities, in steps that multiply on tensor cores, as much again."""
+    """Half a unit in the last place of an output. Over many, its rounding is 1.65e-3 (BF16) and 2.1e-4 (FP16) of it,
+    and that of the probabilities, in steps that multiply on tensor cores, as much again."""
     return {"bf16": 2.0**-8, "fp16": 2.0**-11}[w.dtype]
 
 

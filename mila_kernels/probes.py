@@ -72,7 +72,7 @@ def _row(step: Step, w: Workload, kind: str, device: torch.device) -> ParityRow:
 
 
 def _verdict(out: torch.Tensor, right: torch.Tensor, bound: float) -> Parity:
-    """Each element over its right value against 1, so that no element can hide in a norm; of a zero the element itself."""
+    """Each element over its right value against 1, so that none can hide in a norm; of a zero the element itself."""
     scaled = torch.where(right == 0, 1.0 + out.double(), out.double() / right.where(right != 0, 1.0))
     found = compare(scaled, torch.ones_like(scaled), bound)
     return replace(found, passed=found.nonfinite == 0 and found.max_abs <= bound)
