@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -181,34 +180,18 @@ def _resolve_step(op: str, step: str | steps.Step | None, *tensors: torch.Tensor
     if torch.compiler.is_compiling():
         name = step.id if isinstance(step, steps.Step) else step
         return _step_to_compile(op, name, q.shape[3], q.dtype, q.device, rows)
-    return _choose(op, step, lambda s: _unfit(s, q.shape[3], q.dtype, q.device) or _misaligned(s, *tensors), rows).id
+
+    def misfit(s: steps.Step) -> str | None:
+        return _unfit(s, q.shape[3], q.dtype, q.device) or _misaligned(s, *tensors)
+
+    return steps.choose(op, step, misfit, rows).id
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _step_to_compile(
     op: str, step: str | None, head_dim: int, dtype: torch.dtype, device: torch.device, rows: int | None
 ) -> str:
-    return _choose(op, step, lambda s: _unfit(s, head_dim, dtype, device), rows).id
-
-
-def _choose(
-    op: str, step: str | steps.Step | None, misfit: Callable[[steps.Step], str | None], rows: int | None
-) -> steps.Step:
-    if step is None:
-        best_first = sorted(
-            steps.steps(op), key=lambda s: (s.kept and (rows is None or rows >= s.rows), s.order), reverse=True
-        )
-        for candidate in best_first:
-            if misfit(candidate) is None:
-                return candidate
-        raise ValueError(f"{op}: no step fits: {misfit(steps.steps(op)[0])}")
-    chosen = step if isinstance(step, steps.Step) else steps.step(step if "/" in step else f"{op}/{step}")
-    if chosen.op != op:
-        raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")
-    reason = misfit(chosen)
-    if reason:
-        raise ValueError(f"step: {chosen.id} does not fit: {reason}")
-    return chosen
+    return steps.choose(op, step, lambda s: _unfit(s, head_dim, dtype, device), rows).id
 
 
 def _unfit(step: steps.Step, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -217,9 +200,8 @@ def _unfit(step: steps.Step, head_dim: int, dtype: torch.dtype, device: torch.de
         return f"q: head_dim {head_dim} must be one of {', '.join(map(str, step.head_dims))}"
     if DTYPE_NAMES[dtype] not in step.dtypes:
         return f"q: dtype {dtype} must be one of {', '.join(step.dtypes)}"
-    if device.type == "cuda" and not step.runs_on(torch.cuda.get_device_capability(device)):
-        return f"q: {torch.cuda.get_device_name(device)} is not one of {', '.join(step.architectures)}"
-    return None
+    reason = build.device_misfit(step, device)
+    return f"q: {reason}" if reason else None
 
 
 def _misaligned(step: steps.Step, *tensors: torch.Tensor) -> str | None:

@@ -198,6 +198,13 @@ def _check_range(name: str, value: Any, least: int, most: int) -> None:
 # ---- the device ------------------------------------------------------------------------------------------------------
 
 
+def device_misfit(step: Step, device: torch.device) -> str | None:
+    """Why a step is not for a device, or None. All are for the CPU, in emulation."""
+    if device.type != "cuda" or step.runs_on(torch.cuda.get_device_capability(device)):
+        return None
+    return f"{torch.cuda.get_device_name(device)} is not one of {', '.join(step.architectures)}"
+
+
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
     """Where to run: ``auto`` is the current CUDA device if there is one, else the CPU in emulation (said once).
 

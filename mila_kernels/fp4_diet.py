@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from . import linear, static, steps
+from . import build, linear, static, steps
 from .token_chain import OneLaunch, TokenChain, one_launch_step, token_chain
 
 LANE_WEIGHTS = 8  # of one lane: a word of codes, which an HMMA multiplies in 05 and later, a 16-byte load of x before
@@ -132,7 +132,7 @@ def chain_table(names: Sequence[str], device: torch.device, read_gbps: float, se
             times["chained"] = time_chain(chain, name, chained=True)
         table += [_chain_row(step.name, launches, chain, micros, read_gbps) for launches, micros in times.items()]
     persistent = one_launch_step()
-    if chain is not None and layout == "folded" and linear._device_misfit(persistent, device) is None:
+    if chain is not None and layout == "folded" and build.device_misfit(persistent, device) is None:
         table.append(_chain_row(persistent.name, "one and the lm_head's", chain, time_one_launch(chain), read_gbps))
     return pd.DataFrame(table).set_index("step")
 

@@ -381,14 +381,14 @@ def _resolve_step(step: str | steps.Step | None, x: torch.Tensor) -> tuple[str, 
     known: the operator's check looks at them."""
     if torch.compiler.is_compiling():
         return _step_to_compile(step.id if isinstance(step, steps.Step) else step, x.dtype, x.device)
-    chosen = linear._fitting_step(OP, step, x.dtype, x.device)
+    chosen = linear.fitting_step(OP, step, x.dtype, x.device)
     linear.check_alignment(chosen, x)
     return chosen.id, step_layout(chosen)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _step_to_compile(step: str | None, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    chosen = linear._fitting_step(OP, step, dtype, device)
+    chosen = linear.fitting_step(OP, step, dtype, device)
     return chosen.id, step_layout(chosen)
 
 

@@ -127,7 +127,7 @@ class Fp4Weight:
 
         It is made once and remembered by the weight; drop the weight and keep the result to have one copy only.
         """
-        step = _pick_step("matvec_fp4", for_step, self.device)
+        step = steps.choose("matvec_fp4", for_step, lambda s: build.device_misfit(s, self.device))
         return self.in_layout(step_layout(step))
 
     def in_layout(self, layout: str) -> Fp4Weight:
@@ -228,7 +228,7 @@ class Fp8Weight:
 
     def shuffle(self, for_step: str | steps.Step | None = None) -> Fp8Weight:
         """The same weight in the layout that a step reads, made once and remembered; see :meth:`Fp4Weight.shuffle`."""
-        step = _pick_step("matvec_fp8", for_step, self.device)
+        step = steps.choose("matvec_fp8", for_step, lambda s: build.device_misfit(s, self.device))
         return self.in_layout(step_layout(step))
 
     def in_layout(self, layout: str) -> Fp8Weight:
@@ -647,18 +647,6 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_properties(device).multi_processor_count, kilobytes * 1024
 
 
-def _pick_step(op: str, step: str | steps.Step | None, device: torch.device) -> steps.Step:
-    if step is None:
-        fitting = [s for s in steps.steps(op) if _device_misfit(s, device) is None]
-        if not fitting:
-            raise ValueError(f"{op}: no step runs on {torch.cuda.get_device_name(device)}")
-        return max(fitting, key=lambda s: (s.kept, s.order))
-    chosen = step if isinstance(step, steps.Step) else steps.step(step if "/" in step else f"{op}/{step}")
-    if chosen.op != op:
-        raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")
-    return chosen
-
-
 def _resolve_step(
     op: str, step: str | steps.Step | None, x: torch.Tensor, w: Fp4Weight | Fp8Weight, bias: torch.Tensor | None
 ) -> tuple[str, str]:
@@ -669,7 +657,7 @@ def _resolve_step(
         _check_bias(bias, x, w)
     if torch.compiler.is_compiling():
         return _step_to_compile(op, step.id if isinstance(step, steps.Step) else step, x.dtype, x.device)
-    chosen = _fitting_step(op, step, x.dtype, x.device)
+    chosen = fitting_step(op, step, x.dtype, x.device)
     check_alignment(chosen, x)
     return chosen.id, step_layout(chosen)
 
@@ -677,18 +665,19 @@ def _resolve_step(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _step_to_compile(op: str, step: str | None, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
     """A step's id and its layout, known while a compiler traces."""
-    chosen = _fitting_step(op, step, dtype, device)
+    chosen = fitting_step(op, step, dtype, device)
     return chosen.id, step_layout(chosen)
 
 
-def _fitting_step(op: str, step: str | steps.Step | None, dtype: torch.dtype, device: torch.device) -> steps.Step:
-    chosen = _pick_step(op, step, device)
-    reason = _device_misfit(chosen, device)
-    if reason is None and dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] not in chosen.dtypes:
-        reason = f"x: dtype {dtype} must be one of {', '.join(chosen.dtypes)}"
-    if reason is not None:
-        raise ValueError(f"step: {chosen.id} does not fit: {reason}")
-    return chosen
+def fitting_step(op: str, step: str | steps.Step | None, dtype: torch.dtype, device: torch.device) -> steps.Step:
+    """The step asked for, or the fastest, that runs on the device and takes activations of the dtype."""
+
+    def misfit(s: steps.Step) -> str | None:
+        if dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] not in s.dtypes:
+            return f"x: dtype {dtype} must be one of {', '.join(s.dtypes)}"
+        return build.device_misfit(s, device)
+
+    return steps.choose(op, step, misfit)
 
 
 def check_alignment(step: str | steps.Step, x: torch.Tensor) -> None:
@@ -700,12 +689,6 @@ def check_alignment(step: str | steps.Step, x: torch.Tensor) -> None:
             f"step: {chosen.id} does not fit: x: address and row stride must be multiples of {chosen.alignment} bytes; "
             "pass x.clone()"
         )
-
-
-def _device_misfit(step: steps.Step, device: torch.device) -> str | None:
-    if device.type != "cuda" or step.runs_on(torch.cuda.get_device_capability(device)):
-        return None
-    return f"{torch.cuda.get_device_name(device)} is not one of {', '.join(step.architectures)}"
 
 
 def _check_activations(x: torch.Tensor, w: Fp4Weight | Fp8Weight) -> None:

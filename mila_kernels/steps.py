@@ -167,6 +167,26 @@ def step(name: str | Step) -> Step:
     raise ValueError(f"step: {name!r} is unknown; {_suggestions(name, list(everything))}")
 
 
+def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None], rows: int | None = None) -> Step:
+    """The step asked for; without one the fastest that fits: of the kept ones, and with ``rows`` of those for so many,
+    the last. ``misfit`` says why a step cannot run, or None. ValueError where the one asked for, or each, cannot."""
+    if name is None:
+        best_first = sorted(
+            steps(op), key=lambda s: (s.kept and (rows is None or rows >= s.rows), s.order), reverse=True
+        )
+        for candidate in best_first:
+            if misfit(candidate) is None:
+                return candidate
+        raise ValueError(f"{op}: no step fits: {misfit(steps(op)[0])}")
+    chosen = name if isinstance(name, Step) else step(name if "/" in name else f"{op}/{name}")
+    if chosen.op != op:
+        raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")
+    reason = misfit(chosen)
+    if reason:
+        raise ValueError(f"step: {chosen.id} does not fit: {reason}")
+    return chosen
+
+
 def from_file(path: Path, op: str | None = None) -> Step:
     """The step that a source file anywhere describes; ``op`` is its folder's name unless given.
 

@@ -168,7 +168,7 @@ def token_chain(
     """
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    layout = linear.step_layout(linear._pick_step("matvec_fp4", step, device))
+    layout = linear.step_layout(linear.fitting_step("matvec_fp4", step, torch.bfloat16, device))
     weights: list[Fp4Weight | Fp8Weight] = []
     for name in layer_names(layers):
         n, k = _shrunk(name, shrink)

@@ -297,6 +297,17 @@ __global__ void __launch_bounds__(WARP) conformance(const ConformanceArgs args) 
     case 34:  // smem_u32 1 -> 1
       out[0] = smem_u32(&smem.x[in[0] % 1024]) - smem_u32(&smem.x[0]);
       break;
+    case 37:  // shared_words 6 -> 6
+      st_shared_v4_u32(smem_u32(&smem.x[lane * 8]), make_uint4(in[0], in[1], in[2], in[3]));
+      st_shared_f32(smem_u32(&smem.x[lane * 8 + 4]), as_float(in[4]));
+      __syncwarp();
+      out[0] = ld_shared_u32(smem_u32(&smem.x[(lane ^ 1) * 8 + 1]));
+      out[1] = smem.x[(lane ^ 2) * 8 + 4];
+      {
+        const uint4 four = ld_shared_v4_u32(smem_u32(&smem.x[in[5] % WARP * 8]));
+        out[2] = four.x, out[3] = four.y, out[4] = four.z, out[5] = four.w;
+      }
+      break;
 #if HAS_E2M1
     case 35:  // cvt_rn_satfinite_e2m1x2_f32 2 -> 1 (sm_100)
       out[0] = cvt_rn_satfinite_e2m1x2_f32(as_float(in[0]), as_float(in[1]));
