@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from . import build, outputs, steps
+from .arrivals import arrivals
 from .attention import (
     DTYPE_CODES,
     MAX_GRID_YZ,
@@ -28,7 +29,6 @@ ROWS = 16  # as in csrc/decode/args.cuh
 EMULATED_SMS = 4  # what the automatic number of splits aims to fill on the CPU
 BLOCKS_PER_SM = 2
 KV_DTYPE_CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 2}
-ARRIVALS = 1 << 20  # counters a device
 ARRIVALS_PER_ITEM = 8  # MAX_CLUSTER of csrc/decode/bulk.cuh
 
 
@@ -141,12 +141,12 @@ def _decode(
     rows = max(items * splits, items + blocks) * pairs * 2
     partial_o = outputs.empty(q, (rows, head_dim), torch.float32)
     partial_sum = outputs.empty(q, (rows, 2), torch.float32)
-    arrivals = _arrivals(q.device, max(batch * q_len * q_heads, items * ARRIVALS_PER_ITEM))
+    counters = arrivals(q.device, max(batch * q_len * q_heads, items * ARRIVALS_PER_ITEM))
     args = DecodeArgs(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), o=o.data_ptr(), lse=lse.data_ptr() if with_lse else None,
         lengths=lengths.data_ptr(), page_table=_pointer(page_table), sink=_pointer(sink), k_scale=_pointer(k_scale),
         v_scale=_pointer(v_scale), partial_o=partial_o.data_ptr(), partial_sum=partial_sum.data_ptr(),
-        arrivals=arrivals.data_ptr(), fault=fault.data_ptr(),
+        arrivals=counters.data_ptr(), fault=fault.data_ptr(),
         q_stride=_strides(q), k_stride=_strides(k), v_stride=_strides(v), o_stride=_strides(o),
         page_table_stride=0 if page_table is None else page_table.stride(0),
         batch=batch, q_len=q_len, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
@@ -160,7 +160,7 @@ def _decode(
     optional = {"page_table": page_table, "sink": sink, "k_scale": k_scale, "v_scale": v_scale}
     reads |= {name: x for name, x in optional.items() if x is not None}
     writes = {"o": o, "lse": lse, "partial_o": partial_o, "partial_sum": partial_sum}
-    build.launch(steps.step(step), args, q.device, reads, {**writes, "arrivals": arrivals, "fault": fault})
+    build.launch(steps.step(step), args, q.device, reads, {**writes, "arrivals": counters, "fault": fault})
     return o, lse
 
 
@@ -186,37 +186,6 @@ def _sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return EMULATED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _counters(device: torch.device) -> torch.Tensor:
-    """Zero between launches, for captured calls: each gets a part of its own."""
-    return torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _stream_counters(device: torch.device, stream: int) -> torch.Tensor:
-    """Zero between launches, for the eager calls of a stream."""
-    return torch.zeros(ARRIVALS // 16, dtype=torch.int32, device=device)
-
-
-_captured: dict[torch.device, int] = {}
-
-
-def _arrivals(device: torch.device, count: int) -> torch.Tensor:
-    """`count` counters that no call at the same time uses, without a launch to clear them."""
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32)
-    if not torch.cuda.is_current_stream_capturing():
-        own = _stream_counters(device, torch.cuda.current_stream(device).cuda_stream)
-        _counters(device)
-        _captured.setdefault(device, 0)
-        return own if count <= own.numel() else torch.zeros(count, dtype=torch.int32, device=device)
-    start = _captured.get(device, ARRIVALS)  # no eager call yet: what a capture allocates is the graph's alone
-    if start + count > ARRIVALS:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    _captured[device] = start + count
-    return _counters(device)[start : start + count]
 
 
 def merge(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from . import attention_decode, build, linear, outputs, steps
+from . import build, linear, outputs, steps
+from .arrivals import arrivals
 from .linear import DTYPE_CODES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
 from .operator import operator
 
@@ -249,7 +250,7 @@ class _Call:
         """Room for two parts of a tile a multiprocessor, and counters of the tiles that are split."""
         sms = _sm_count(self.x.device)
         partials = outputs.empty(self.x, (2 * sms, TILE), torch.float32)
-        return {"partials": partials, "arrivals": attention_decode._arrivals(self.x.device, 4 * sms)}
+        return {"partials": partials, "arrivals": arrivals(self.x.device, 4 * sms)}
 
     def _weight(self) -> dict[str, torch.Tensor]:
         return {"w_codes": self.w_codes, "w_scales": self.w_scales}

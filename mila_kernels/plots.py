@@ -545,3 +545,28 @@ def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
         figure.savefig(png, dpi=200, metadata={"Software": None})
     return svg, png
+
+
+def trade(rows: pd.DataFrame) -> Figure:
+    """TFLOP/s against error, a line a step through its numbers of tokens, the largest with the largest marker.
+
+    ``rows``: the columns of the timings, ``tokens`` and ``rel_l2``.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 4.6))
+        axes = figure.subplots()
+        for i, (name, group) in enumerate(rows.sort_values("tokens").groupby("step")):
+            rate = group["flops"] / group["median_us"] / 1e6
+            colour, marker = COLOURS[i % 7], MARKERS[i // 7 % 7]
+            axes.plot(group["rel_l2"], rate, color=colour, linewidth=0.6, alpha=0.6)
+            axes.scatter(group["rel_l2"], rate, s=10 + 8 * group["tokens"].rank(), color=colour, marker=marker,
+                         label=str(name))  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("relative error")
+        axes.set_ylabel("TFLOP/s")
+        axes.grid()
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.set_title("Rate against error: larger markers, more tokens")
+        figure.set_layout_engine("constrained")
+    return figure

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import matplotlib
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 
-from . import fp4_diet, gemm, linear, ops, parity, plots, reference, results, static, steps
+from . import fp4_diet, gemm, linear, ops, parity, reference, results, static, steps
 from .bench import time_cuda
 from .linear import Fp4Weight, quantize_fp4
 from .notebook import Session, peers_of
@@ -113,31 +111,6 @@ def trade_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = rows.assign(rate=rates).pivot(index="step", columns="tokens", values="rate").fillna("")
     worst = rows.groupby("step")["rel_l2"].max()
     return table.assign(error=[f"{e:.2e}" if e == e else "" for e in worst.reindex(table.index)])
-
-
-def trade_figure(rows: pd.DataFrame) -> Figure:
-    """TFLOP/s against error, a line a step through its numbers of tokens, the largest with the largest marker.
-
-    ``rows``: of :func:`trade`, those with an error.
-    """
-    with matplotlib.rc_context(plots.STYLE):
-        figure = Figure(figsize=(7.2, 4.6))
-        axes = figure.subplots()
-        for i, (name, group) in enumerate(rows.sort_values("tokens").groupby("step")):
-            rate = group["flops"] / group["median_us"] / 1e6
-            colour, marker = plots.COLOURS[i % 7], plots.MARKERS[i // 7 % 7]
-            axes.plot(group["rel_l2"], rate, color=colour, linewidth=0.6, alpha=0.6)
-            axes.scatter(group["rel_l2"], rate, s=10 + 8 * group["tokens"].rank(), color=colour, marker=marker,
-                         label=str(name))  # fmt: skip
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("relative error")
-        axes.set_ylabel("TFLOP/s")
-        axes.grid()
-        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        axes.set_title("Rate against error: larger markers, more tokens")
-        figure.set_layout_engine("constrained")
-    return figure
 
 
 # ---- the quantiser's share -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from mila_kernels import notebook, paths, results, static, steps, w4a8_study
+from mila_kernels import notebook, paths, plots, results, static, steps, w4a8_study
 from mila_kernels.results import CounterRow, ParityRow, TimingRow
 from mila_kernels.shapes import linear_workload
 
@@ -80,7 +80,7 @@ def test_rate_and_error_of_steps_by_the_number_of_tokens(tmp_path: Path, monkeyp
     rows = w4a8_study.trade(session, [ONE_SCALE, EXACT], cases)
     table = w4a8_study.trade_table(rows)
     assert table.loc["10_batches_in_flight"].tolist() == ["1,600", "6,400", "6.40e-03"]
-    (axes,) = w4a8_study.trade_figure(rows).axes
+    (axes,) = plots.trade(rows).axes
     assert sorted(axes.lines[0].get_ydata()) == [1600, 6400]
 
 
