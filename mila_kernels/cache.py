@@ -92,16 +92,19 @@ class _Cache:
         return self.keys.shape[1]
 
     def check(self, lengths: torch.Tensor | None = None) -> None:
-        """Waits for the device and raises ValueError for what kernels have noted since the last check, or what is wrong
-        in ``lengths`` now: which sequence, and which entry."""
+        """Waits for the device and raises ValueError for what is wrong in ``lengths`` now, or what kernels have noted
+        since the last check: which sequence, and which entry."""
         code, row, detail = self.fault.tolist()
         self.fault.zero_()
+        if lengths is not None:  # first, as a length that is too large leads to entries that are not in use
+            self._check_lengths(lengths)
         if code == FAULT_LENGTH:
             raise ValueError(f"lengths: row {row} is {detail}, and must be between 0 and the capacity, {self.capacity}")
         if code == FAULT_PAGE:
-            raise ValueError(f"page_table: row {row}, column {detail} named no page of the pool when it was used")
-        if lengths is not None:
-            self._check_lengths(lengths)
+            raise ValueError(
+                f"page_table: row {row}, column {detail} named no page of the pool when it was used; or the length of "
+                f"row {row} was more than its tokens"
+            )
 
     def _check_lengths(self, lengths: torch.Tensor) -> None:
         for row, length in enumerate(lengths.tolist()):

@@ -212,7 +212,7 @@ PEERS: list[Peer] = [
     Peer("gemm_w4a8", "torch _scaled_mm FP8", _fp8_product, needs_cuda=True),
     Peer("decode", "torch SDPA", _decode_sdpa, _fits_flash),
     Peer("matvec_fp4", "torch BF16", _bf16_matvec),
-    Peer("matvec_fp4", "Humming W4A16", _humming, needs_cuda=True, package="humming"),
+    Peer("matvec_fp4", "Humming W4A16", _humming, lambda w: w.n % 64 == 0, needs_cuda=True, package="humming"),
     Peer("matvec_fp4", "bitsandbytes FP4", _bitsandbytes, needs_cuda=True, package="bitsandbytes"),
     Peer("matvec_fp8", "torch BF16", _bf16_matvec),
     Peer("prefill_ring", "torch three calls", _of_ring(_three_calls), _scores_fit),

@@ -392,7 +392,7 @@ def test_what_is_wrong_in_a_page_table_is_named(few: str, backend: str, device: 
     if backend == "cuda":
         decode(q, cache, too_long, step=few)
     with pytest.raises(ValueError, match=f"lengths: row 1 is {cache.capacity + 1}"):
-        cache.check() if backend == "cuda" else decode(q, cache, too_long, step=few)
+        cache.check(too_long) if backend == "cuda" else decode(q, cache, too_long, step=few)
     assert torch.equal(decode(q, cache, lengths, step=few), good)
 
 

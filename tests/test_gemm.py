@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mila_kernels.gemm as gemm
-from mila_kernels import build, linear, outputs, reference, steps
+from mila_kernels import build, outputs, reference, steps
 from mila_kernels.gemm import gemm_w4a8, quantize_activations
 from mila_kernels.linear import Fp4Weight, quantize_fp4
 from mila_kernels.ops import op
@@ -42,7 +42,7 @@ def truth(codes: torch.Tensor, scales: torch.Tensor, w: Fp4Weight, bias: torch.T
 
 
 def skip_unless_it_runs(step: str, device: torch.device) -> None:
-    reason = linear._device_misfit(steps.step(step), device)
+    reason = build.device_misfit(steps.step(step), device)
     if reason:
         pytest.skip(reason)
 

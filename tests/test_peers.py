@@ -19,7 +19,7 @@ CASES = {
     ],
     "prefill_ring": ["b1 q24h4 kv70h2 d64 w32 causal bf16"],
     "decode": ["b2 q1h8 kv70h2 d64 bf16 page16", "b2 q1h4 kv90h2 d64 w32 bf16", "b1 q3h4 kv50h4 d128 bf16"],
-    "matvec_fp4": ["n48 k384 m1 bf16"],
+    "matvec_fp4": ["n48 k384 m1 bf16", "n128 k384 m1 bf16"],
     "matvec_fp8": ["n48 k384 m3 bf16"],
 }
 
