@@ -23,6 +23,7 @@ from .steps import Step
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SECONDS = 1200
 GROUP = 6  # steps a process
+_KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
@@ -82,11 +83,12 @@ def sanitize(chosen: Sequence[Step], tool: str, shapes: Sequence[str] = ()) -> F
 
 
 def _only_ours(chosen: Sequence[Step], tool: str) -> list[str]:
-    """racecheck is slow, so it looks at our kernels alone; the others must see torch's writes to judge ours."""
-    kernels = [re.findall(r"__global__[^;{]*?\b(\w+)\s*\(const ", step.source) for step in chosen]
-    op = chosen[0].op
-    named_after_op = all(names and all(op in name for name in names) for names in kernels)
-    return ["--kernel-name", f"kernel_substring={op}"] if tool == "racecheck" and named_after_op else []
+    """Filters that leave out torch's kernels, of which there are many; only initcheck must see their writes."""
+    if tool == "initcheck":
+        return []
+    sources = {path for step in chosen for path in (step.path, *registry.headers(step.path))}
+    names = {name for path in sorted(sources) for name in _KERNEL.findall(path.read_text(encoding="utf-8"))}
+    return [word for name in sorted(names) for word in ("--kernel-name", f"kernel_substring={name}")]
 
 
 def groups(chosen: Sequence[Step]) -> list[list[Step]]:

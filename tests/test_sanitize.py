@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,20 @@ def test_the_tool_is_found_where_the_toolkit_is(tmp_path: Path, monkeypatch: pyt
     assert sanitize.find_sanitizer() == tool
 
 
-def test_racecheck_looks_at_our_kernels_and_the_others_at_all() -> None:
+def test_only_our_kernels_are_looked_at_but_all_writes_are_seen() -> None:
     chosen = [steps.step("prefill/02"), steps.step("prefill/03")]
-    assert sanitize._only_ours(chosen, "racecheck") == ["--kernel-name", "kernel_substring=prefill"]
+    filters = ["--kernel-name", "kernel_substring=prefill_smem_tiles"]
+    filters += ["--kernel-name", "kernel_substring=prefill_wmma_hs_split"]
+    assert sanitize._only_ours(chosen, "racecheck") == sanitize._only_ours(chosen, "memcheck") == filters
     assert sanitize._only_ours(chosen, "initcheck") == []
+
+
+@pytest.mark.parametrize("step", [step.id for step in steps.steps()])
+def test_every_kernel_of_a_step_is_looked_at(step: str) -> None:
+    path = steps.step(step).path
+    text = "".join(source.read_text() for source in (path, *steps.headers(path)))
+    kernels = len(re.findall(r"^__global__", text, re.M))
+    assert len(sanitize._only_ours([steps.step(step)], "racecheck")) == 2 * kernels > 0
 
 
 def test_groups_are_of_one_operation_and_hold_every_step_once() -> None:
