@@ -41,7 +41,7 @@ def bound(y: torch.Tensor) -> float:
 
 
 def skip_unless_it_runs(step: str, device: torch.device) -> None:
-    reason = linear._device_misfit(steps.step(step), device)
+    reason = build.device_misfit(steps.step(step), device)
     if reason:
         pytest.skip(reason)
 
@@ -69,9 +69,9 @@ def test_against_float64(step: str, dtype: torch.dtype, device: torch.device, la
             assert rel_l2(y, reference.matvec(x, w.dequantize(torch.float64), b)) <= bound(y), (m, n, k)
 
 
-@pytest.mark.parametrize("m, n, k", [(1, 250, 1024), (3, 250, 1024), (4, 130, 4096)])
-def test_few_rows_on_columns_that_come_out_even(m: int, n: int, k: int, device: torch.device) -> None:
-    step = "matvec_fp4/15_two_blocks"
+@pytest.mark.parametrize("step", ["matvec_fp4/15_two_blocks", "matvec_fp4/16_few_instructions"])
+@pytest.mark.parametrize("m, n, k", [(1, 250, 1024), (3, 250, 1024), (4, 130, 4096), (1, 40, 15360)])
+def test_few_rows_on_columns_that_come_out_even(step: str, m: int, n: int, k: int, device: torch.device) -> None:
     skip_unless_it_runs(step, device)
     w = quantize_fp4(random((n, k), 3) / k**0.5, scale_dtype=(torch.float32, BF16)[m % 2]).to(device)
     x, bias = random((m, k), 4, BF16).to(device), random((n,), 5, BF16).to(device)
@@ -172,13 +172,13 @@ def test_x_that_does_not_fit_shared_memory_comes_in_parts(step: str, device: tor
 
 # n, k: several tiles a warp in one block each, clusters of two with one round and with two. Emulation
 # runs no larger cluster of so many threads.
+@pytest.mark.parametrize("step", ["matvec_fp4/13_tile_per_warp", "matvec_fp4/16_few_instructions"])
 @pytest.mark.parametrize("n, k", [(1201, 384), (200, 3840), (390, 3840)])
 @pytest.mark.parametrize("m, dtype", [(16, BF16), (11, BF16), (7, FP16), (16, FP16)])
-def test_many_columns_a_tile_per_warp(n: int, k: int, m: int, dtype: torch.dtype) -> None:
+def test_many_columns_a_tile_per_warp(step: str, n: int, k: int, m: int, dtype: torch.dtype) -> None:
     w, x = quantize_fp4(random((n, k), 1) / k**0.5, scale_dtype=BF16), random((m, k), 2, dtype)
     want = reference.matvec(x, w.dequantize(torch.float64))
     x[1, 5] = 2.0**40 if dtype == BF16 else 6e4  # too large to be scaled
-    step = "matvec_fp4/13_tile_per_warp"
     y = matvec(step, x, w)
     rest = [i for i in range(m) if i != 1]
     assert rel_l2(y[rest], want[rest]) <= bound(y)
@@ -186,12 +186,13 @@ def test_many_columns_a_tile_per_warp(n: int, k: int, m: int, dtype: torch.dtype
     assert torch.equal(y, matvec(step, x, w, chained=True))
 
 
+@pytest.mark.parametrize("step", ["matvec_fp4/13_tile_per_warp", "matvec_fp4/16_few_instructions"])
 @pytest.mark.parametrize("n, k", [(700, 256), (200, 3840)])
-def test_many_columns_in_check_mode(n: int, k: int) -> None:
+def test_many_columns_in_check_mode(step: str, n: int, k: int) -> None:
     w, x = quantize_fp4(random((n, k), 1)), random((16, k), 2, BF16)
-    want = matvec("matvec_fp4/13_tile_per_warp", x, w)
+    want = matvec(step, x, w)
     with build.emulation(check=True, seed=1):
-        assert torch.equal(matvec("matvec_fp4/13_tile_per_warp", x, w), want)
+        assert torch.equal(matvec(step, x, w), want)
 
 
 @pytest.mark.parametrize("name", ["matvec_fp4", "matvec_fp8"])
