@@ -117,6 +117,23 @@ def test_tiles_cut_along_k(m: int, n: int, k: int, step: str, monkeypatch: pytes
     assert not room["partials"].isnan().all()  # a tile was cut
 
 
+# On five SMs: a wave of tiles of 256 tokens, and the rest in narrow tiles of 32, 64 and 96.
+@pytest.mark.parametrize("m, n", [(129, 768), (164, 768), (129, 896)])
+@pytest.mark.parametrize("step", [s for s in OURS if int(s.split("/")[1][:2]) > 16])
+def test_narrow_tiles_after_the_wide_ones(m: int, n: int, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_sm_count", lambda device: 5)
+    w, bias = weight(n, 384, 1), random((n,), 3, BF16)
+    codes, scales = reference.quantize_activations(random((m, 384), 2))
+    found = []
+    for seed in range(2):
+        with build.emulation(check=True, seed=seed):
+            found.append(gemm_w4a8((codes, scales), w, step=step, bias=bias))
+    assert rel_l2(found[0], truth(codes, scales, w, bias)) <= bound(step, found[0])
+    assert torch.equal(found[0], found[1])
+    want = gemm_w4a8((codes, scales), w, step="gemm_w4a8/08_warp_specialised", bias=bias)
+    assert torch.equal(found[0], want)
+
+
 @pytest.mark.parametrize("step", [s for s in OURS if int(s.split("/")[1][:2]) > 4])
 def test_stages_are_used_again_within_a_tile(step: str) -> None:
     """More groups of columns than there are stages, and than are one piece of code."""
