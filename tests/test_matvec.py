@@ -195,6 +195,24 @@ def test_many_columns_in_check_mode(step: str, n: int, k: int) -> None:
         assert torch.equal(matvec(step, x, w), want)
 
 
+# One block with all columns, with more tiles than sums fit and with fewer; clusters of two; FP16 as two terms.
+@pytest.mark.parametrize("n, k", [(600, 3840), (40, 2048), (140, 8192)])
+@pytest.mark.parametrize("m, dtype", [(8, BF16), (16, BF16), (11, BF16), (7, FP16)])
+def test_x_in_registers(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device) -> None:
+    step = "matvec_fp4/17_x_in_registers"
+    skip_unless_it_runs(step, device)
+    w = quantize_fp4(random((n, k), 1) / k**0.5, scale_dtype=(torch.float32, BF16)[m % 2]).to(device)
+    x, bias = random((m, k), 2, dtype).to(device), random((n,), 3, dtype).to(device)
+    for factor in (1.0, 2.0**100 if dtype == BF16 else 2.0**10):
+        y = matvec(step, x * factor, w, bias=bias)
+        assert rel_l2(y, reference.matvec(x * factor, w.dequantize(torch.float64), bias)) <= bound(y)
+    want = matvec(step, x, w)
+    assert torch.equal(matvec(step, x, w, chained=True), want)
+    if device.type == "cpu":
+        with build.emulation(check=True, seed=m):
+            assert torch.equal(matvec(step, x, w), want)
+
+
 @pytest.mark.parametrize("name", ["matvec_fp4", "matvec_fp8"])
 def test_every_number_of_rows(name: str, device: torch.device) -> None:
     w = quantize(name, random((32, 256), 1)).to(device)
