@@ -120,3 +120,34 @@ inline const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, size
   return emu::launch(grid, block, smem_bytes, stream, [=] { kernel(static_cast<Params>(args)...); });
 #endif
 }
+
+// As launch(), but the kernel may start while the one before it on the stream still runs, up to its
+// griddepcontrol_wait().
+template <typename... Params, typename... Args>
+inline const char* launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
+                                    cudaStream_t stream, Args... args) {
+#ifdef __CUDACC__
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return nullptr;
+  cudaError_t error = cudaSuccess;
+  if (smem_bytes > 48 * 1024)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  }
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // the text carries it; the next launch must not find it again
+  return cudaGetErrorString(error);
+#else
+  return launch(kernel, grid, block, smem_bytes, stream, args...);
+#endif
+}

@@ -200,33 +200,11 @@ DEVICE float sum_over_warps(const float* y, int warps, int stride) {
   return sum;
 }
 
-// `launch`, but the kernel may start before the one in front of it has ended (sm_90 and later): it calls
-// griddepcontrol_wait before it touches anything that the other one writes.
 template <typename... Params, typename... Args>
 inline const char* launch_overlapping(bool overlap, void (*kernel)(Params...), dim3 grid, dim3 block,
                                       size_t smem_bytes, cudaStream_t stream, Args... args) {
-#ifdef __CUDACC__
-  if (overlap) {
-    cudaError_t error = cudaSuccess;
-    if (smem_bytes > 48 * 1024)  // never lowered below that, which `launch` counts on
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-    if (error == cudaSuccess) return nullptr;
-    cudaGetLastError();  // the text carries it; the next launch must not find it again
-    return cudaGetErrorString(error);
-  }
-#endif
-  return launch(kernel, grid, block, smem_bytes, stream, args...);
+  return overlap ? launch_dependent(kernel, grid, block, smem_bytes, stream, args...)
+                 : launch(kernel, grid, block, smem_bytes, stream, args...);
 }
 
 template <typename T, typename Args>

@@ -453,6 +453,46 @@ DEVICE uint32_t ld_global_nc_u32(const void* global MK_SITE) {
 #endif
 }
 
+// Before what follows it in the source, which plain loads are not.
+DEVICE uint4 ld_global_v4_u32(const void* global MK_SITE) {
+#ifdef __CUDACC__
+  uint4 d;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+               : "l"(global)
+               : "memory");
+  return d;
+#else
+  emu::global_access(global, 16, false, site);
+  return *static_cast<const uint4*>(global);
+#endif
+}
+
+// A load and a store that meet those of other blocks.
+DEVICE uint4 ld_relaxed_gpu_v4_u32(const void* global MK_SITE) {
+#ifdef __CUDACC__
+  uint4 d;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+               : "l"(global)
+               : "memory");
+  return d;
+#else
+  emu::global_access(global, 16, false, site);
+  const volatile uint32_t* words = static_cast<const volatile uint32_t*>(global);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+#endif
+}
+
+DEVICE void st_relaxed_gpu_u16(void* global, uint16_t x MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(global), "h"(x) : "memory");
+#else
+  emu::global_access(global, 2, true, site);
+  *static_cast<volatile uint16_t*>(global) = x;
+#endif
+}
+
 DEVICE uint2 ld_global_nc_v2_u32(const void* global MK_SITE) {
 #ifdef __CUDACC__
   uint2 d;

@@ -377,7 +377,7 @@ inline int resident_clusters(int cluster, int threads, size_t smem_bytes, int mo
 #endif
 }
 
-// launch_dependent() of merge.cuh in clusters of `cluster` blocks.
+// launch_dependent() of common.cuh in clusters of `cluster` blocks.
 template <typename... Params, typename... Args>
 inline const char* launch_dependent_cluster(void (*kernel)(Params...), dim3 grid, int cluster, dim3 block,
                                             size_t smem_bytes, cudaStream_t stream, Args... args) {

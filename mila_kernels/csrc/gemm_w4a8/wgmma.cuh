@@ -19,36 +19,6 @@ const char* make_maps(CUtensorMap& x_map, CUtensorMap& y_map, const GemmW4a8Args
                                Promotion::none);
 }
 
-// launch() of common.cuh, but the kernel may start before the one in front of it has ended: it calls
-// griddepcontrol_wait() before it touches what that one reads or writes.
-template <typename... Params, typename... Args>
-inline const char* launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem_bytes,
-                                    cudaStream_t stream, Args... args) {
-#ifdef __CUDACC__
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return nullptr;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
-  if (error == cudaSuccess) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-  }
-  if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // the text carries it; the next launch must not find it again
-  return cudaGetErrorString(error);
-#else
-  return launch(kernel, grid, block, smem_bytes, stream, args...);
-#endif
-}
-
 // ---- LAYOUT_BLOCKS: [k / 128][n / 64] blocks, made by _blocks in mila_kernels/gemm.py ----------------------------
 
 // Codes of 64 rows x 128 columns, then 64 scales in FP32. Thread t of a warpgroup owns the 16 bytes at 16 t and at

@@ -19,7 +19,6 @@
 // Instances: scale_dtype column_tiles
 #include "../hopper.cuh"
 #include "args.cuh"
-#include "shared_words.cuh"
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
 constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a time
@@ -328,8 +327,8 @@ __global__ void __launch_bounds__(FEW_WARPS* WARP, 2)
   float* const y_smem = reinterpret_cast<float*>(x_smem + cut.warps * passes * columns * X_PITCH);
   uint32_t y_lane = smem_u32(y_smem + warp * columns * TILE_ROWS) + (2 * t * TILE_ROWS + g) * sizeof(float);
   x_warp += (ONE ? 0 : min(g, columns - 1) * X_PITCH * static_cast<int>(sizeof(bf16))) + t * 32;
-  keep_in_register(x_warp);
-  keep_in_register(y_lane);
+  keep_here(x_warp);
+  keep_here(y_lane);
   const uint32_t y_step = cut.warps * columns * TILE_ROWS * sizeof(float);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {

@@ -19,22 +19,6 @@
 // Instances: scale_dtype column_tiles
 #include "../hopper.cuh"
 #include "args.cuh"
-#include "shared_words.cuh"
-
-// Before what follows it in the source, which plain loads are not.
-DEVICE uint4 ld_global_v4_u32(const void* global MK_SITE) {
-#ifdef __CUDACC__
-  uint4 d;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
-               : "l"(global)
-               : "memory");
-  return d;
-#else
-  emu::global_access(global, 16, false, site);
-  return *static_cast<const uint4*>(global);
-#endif
-}
 
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
 constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a time
@@ -380,8 +364,8 @@ __global__ void __launch_bounds__(FEW_WARPS* WARP, 2)
   const uint32_t y_smem = smem_u32(x_smem + cut.warps * passes * columns * X_PITCH);
   uint32_t y_lane = y_smem + (warp * columns * TILE_ROWS + 2 * t * TILE_ROWS + g) * sizeof(float);
   x_warp += (ONE ? 0 : min(g, columns - 1) * X_PITCH * static_cast<int>(sizeof(bf16))) + t * 32;
-  keep_in_register(x_warp);
-  keep_in_register(y_lane);
+  keep_here(x_warp);
+  keep_here(y_lane);
   const uint32_t y_step = cut.warps * columns * TILE_ROWS * sizeof(float);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {

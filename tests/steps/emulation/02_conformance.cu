@@ -308,6 +308,14 @@ __global__ void __launch_bounds__(WARP) conformance(const ConformanceArgs args) 
         out[2] = four.x, out[3] = four.y, out[4] = four.z, out[5] = four.w;
       }
       break;
+    case 38:  // global_words 8 -> 9
+      {
+        const uint4 plain = ld_global_v4_u32(in), relaxed = ld_relaxed_gpu_v4_u32(in + 4);
+        out[0] = plain.x, out[1] = plain.y, out[2] = plain.z, out[3] = plain.w;
+        out[4] = relaxed.x, out[5] = relaxed.y, out[6] = relaxed.z, out[7] = relaxed.w;
+        st_relaxed_gpu_u16(out + 8, static_cast<uint16_t>(in[0]));
+      }
+      break;
 #if HAS_E2M1
     case 35:  // cvt_rn_satfinite_e2m1x2_f32 2 -> 1 (sm_100)
       out[0] = cvt_rn_satfinite_e2m1x2_f32(as_float(in[0]), as_float(in[1]));

@@ -16,7 +16,6 @@
 // Architectures: sm_90a
 #include "../../hopper.cuh"
 #include "../args.cuh"
-#include "../shared_words.cuh"
 
 // Mirrored by ChainMatvec in mila_kernels/token_chain.py. A tile's groups are read in `chunks` parts of `chunk_groups`.
 struct ChainMatvec {
@@ -51,31 +50,6 @@ struct Smem {
 
 // Behind the rest of the shared memory.
 DEVICE ChainMatvec* list_of(Smem& smem) { return reinterpret_cast<ChainMatvec*>(&smem + 1); }
-
-// Loads and stores that meet those of other blocks.
-DEVICE uint4 ld_relaxed_gpu_v4_u32(const void* global MK_SITE) {
-#ifdef __CUDACC__
-  uint4 d;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
-               : "l"(global)
-               : "memory");
-  return d;
-#else
-  emu::global_access(global, 16, false, site);
-  const volatile uint32_t* words = static_cast<const volatile uint32_t*>(global);
-  return make_uint4(words[0], words[1], words[2], words[3]);
-#endif
-}
-
-DEVICE void st_relaxed_gpu_u16(void* global, uint16_t x MK_SITE) {
-#ifdef __CUDACC__
-  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(global), "h"(x) : "memory");
-#else
-  emu::global_access(global, 2, true, site);
-  *static_cast<volatile uint16_t*>(global) = x;
-#endif
-}
 
 // The same as _unfold in mila_kernels/linear.py, which solves for the word.
 DEVICE void decode(uint32_t (&a)[4], uint32_t word) {
@@ -220,11 +194,11 @@ __global__ void __launch_bounds__((WARPS + 2) * WARP, 1) matvec_chain(const Chai
   uint32_t words_at = smem_u32(smem.codes[0]) + warp * HELD * UNIT_BYTES + lane * 16;
   uint32_t scales_at = smem_u32(smem.scales[0]) + warp * HELD * UNIT_SCALES + g * 4;
   uint32_t full_at = smem_u32(smem.full), x_at = smem_u32(smem.x[warp][0]), y_at = smem_u32(&smem.y[0][warp][g]);
-  keep_in_register(words_at);
-  keep_in_register(scales_at);
-  keep_in_register(full_at);
-  keep_in_register(x_at);
-  keep_in_register(y_at);
+  keep_here(words_at);
+  keep_here(scales_at);
+  keep_here(full_at);
+  keep_here(x_at);
+  keep_here(y_at);
   for (int i = 0; i < args.count; ++i) {
     const ChainMatvec& matvec = list_of(smem)[i];
     const int chunks = matvec.chunks, tiles = matvec.tiles;
