@@ -19,7 +19,7 @@ import torch
 from . import build, counters, linear, results, shapes, static, steps
 from .results import CounterRow
 from .shapes import Workload
-from .token_chain import OneLaunch, TokenChain, layer_names, one_launch_step, token_chain
+from .token_chain import OneLaunch, TokenChain, layer_names, one_launch_steps, token_chain
 
 if TYPE_CHECKING:
     from .notebook import Session
@@ -125,9 +125,9 @@ def time_chain(chain: TokenChain, step: str, *, chained: bool, replays: int = 11
     return _time_replays(chain.graph(step, chained=chained)[0], replays)
 
 
-def time_one_launch(chain: TokenChain, replays: int = 11) -> float:
+def time_one_launch(chain: TokenChain, step: steps.Step | None = None, replays: int = 11) -> float:
     """The same with the FP4 matvecs in one launch."""
-    return _time_replays(OneLaunch(chain).graph()[0], replays)
+    return _time_replays(OneLaunch(chain, step).graph()[0], replays)
 
 
 def _time_replays(replay: Callable[[], None], replays: int) -> float:
@@ -188,9 +188,9 @@ def _time_token(names: Sequence[str], device: torch.device, seed: int) -> Iterat
         yield row(step, LAUNCHES[0], time_chain(chain, name, chained=False))
         if "griddepcontrol_wait" in step.source:
             yield row(step, LAUNCHES[1], time_chain(chain, name, chained=True))
-    persistent = one_launch_step()
-    if chain is not None and layout == "folded" and build.device_misfit(persistent, device) is None:
-        yield row(persistent, LAUNCHES[2], time_one_launch(chain))
+    for persistent in one_launch_steps():
+        if chain is not None and layout == "folded" and build.device_misfit(persistent, device) is None:
+            yield row(persistent, LAUNCHES[2], time_one_launch(chain, persistent))
 
 
 # ---- real weights ----

@@ -62,7 +62,7 @@ def _captured(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[Ca
 
 
 class ChainMatvec(ctypes.Structure):
-    """The mirror of ``ChainMatvec`` in ``csrc/matvec_fp4/chain/01_one_launch.cu``."""
+    """The mirror of ``ChainMatvec`` in the steps of ``csrc/matvec_fp4/chain``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y")),
@@ -82,9 +82,14 @@ MAX_CHUNKS = 4
 MOST_MATVECS = 256  # their list lies in shared memory
 
 
+def one_launch_steps() -> list[steps.Step]:
+    """The kernels that run a list of FP4 matvecs, in order; no steps of the ladder, so not in the registry."""
+    return [steps.from_file(path, op="chain") for path in sorted((paths.CSRC / "matvec_fp4" / "chain").glob("*.cu"))]
+
+
 def one_launch_step() -> steps.Step:
-    """The kernel that runs a list of FP4 matvecs; no step of the ladder, so not in the registry."""
-    return steps.from_file(paths.CSRC / "matvec_fp4" / "chain" / "01_one_launch.cu", op="chain")
+    """The last of them that was kept."""
+    return [step for step in one_launch_steps() if step.kept][-1]
 
 
 class OneLaunch:
@@ -98,8 +103,9 @@ class OneLaunch:
         ValueError: no FP4 matvec in front, or one that the kernel cannot take; the text names it.
     """
 
-    def __init__(self, chain: TokenChain) -> None:
+    def __init__(self, chain: TokenChain, step: steps.Step | None = None) -> None:
         self.chain = chain
+        self.step = step or one_launch_step()
         self.fp4 = [w for w in chain.weights if isinstance(w, Fp4Weight)]
         self.rest = list(chain.weights[len(self.fp4) :])
         if not 1 <= len(self.fp4) <= MOST_MATVECS or any(isinstance(w, Fp4Weight) for w in self.rest):
@@ -134,7 +140,7 @@ class OneLaunch:
         args = ChainArgs(self.list.data_ptr(), len(self.fp4), self.blocks)
         weights = {f"{part}{i}": getattr(w, part) for i, w in enumerate(self.fp4) for part in ("codes", "scales")}
         build.launch(
-            one_launch_step(), args, self.chain.x.device,
+            self.step, args, self.chain.x.device,
             reads={"list": self.list, "x": self.chain.x} | weights, writes={"outputs": self.outputs},
         )  # fmt: skip
         y = self.outputs[None, -self.fp4[-1].n :]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mila_kernels import build, fp4_diet, linear, reference, shapes, static, steps
-from mila_kernels.token_chain import OneLaunch, TokenChain, _random_fp4, layer_names, token_chain
+from mila_kernels.token_chain import OneLaunch, TokenChain, _random_fp4, layer_names, one_launch_steps, token_chain
 
 FASTEST = "matvec_fp4/15_two_blocks"
 
@@ -34,19 +34,20 @@ def test_each_matvec_is_fed_with_the_one_before(device: torch.device) -> None:
 SMALL_CHAIN = ((512, 256), (256, 512), (4096, 256), (256, 4096), (1024, 256), (272, 1024))  # [n, k] of each
 
 
-def one_launch(device: torch.device, large: bool = False) -> OneLaunch:
+def one_launch(device: torch.device, step: steps.Step, large: bool = False) -> OneLaunch:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("the chain in one launch is for sm_90a")
     if large:
-        return OneLaunch(token_chain(device, step=FASTEST, layers=7, lm_head=False))
+        return OneLaunch(token_chain(device, step=FASTEST, layers=7, lm_head=False), step)
     generator = torch.Generator(device).manual_seed(3)
     weights = [_random_fp4(n, k, "folded", generator) for n, k in SMALL_CHAIN]
-    return OneLaunch(TokenChain(weights, torch.randn(1, 256, generator=generator, device=device).bfloat16()))
+    return OneLaunch(TokenChain(weights, torch.randn(1, 256, generator=generator, device=device).bfloat16()), step)
 
 
-def test_one_launch_feeds_each_matvec_with_the_one_before(device: torch.device, large: bool) -> None:
+@pytest.mark.parametrize("step", one_launch_steps(), ids=lambda step: step.name)
+def test_one_launch_feeds_each_matvec_with_the_one_before(device: torch.device, large: bool, step: steps.Step) -> None:
     for size in {False, large}:
-        chain = one_launch(device, size)
+        chain = one_launch(device, step, size)
         first = chain.run().clone()
         outputs = chain.outputs.clone()
         x = chain.chain.x
@@ -59,16 +60,18 @@ def test_one_launch_feeds_each_matvec_with_the_one_before(device: torch.device, 
             assert torch.equal(chain.run(), first) and torch.equal(chain.outputs, outputs)
 
 
-def test_one_launch_is_clean_in_check_mode() -> None:
-    chain = one_launch(torch.device("cpu"))
+@pytest.mark.parametrize("step", one_launch_steps(), ids=lambda step: step.name)
+def test_one_launch_is_clean_in_check_mode(step: steps.Step) -> None:
+    chain = one_launch(torch.device("cpu"), step)
     want = chain.run().clone()
     for seed in range(2):
         with build.emulation(check=True, seed=seed):
             assert torch.equal(chain.run(), want)
 
 
-def test_one_launch_with_activations_far_from_one_and_with_nan() -> None:
-    chain = one_launch(torch.device("cpu"))
+@pytest.mark.parametrize("step", one_launch_steps(), ids=lambda step: step.name)
+def test_one_launch_with_activations_far_from_one_and_with_nan(step: steps.Step) -> None:
+    chain = one_launch(torch.device("cpu"), step)
     chain.chain.x.mul_(2.0**100)
     assert bool(torch.isfinite(chain.run()).all())
     chain.chain.x[0, 5] = torch.nan
