@@ -274,8 +274,7 @@ def _check_one(step: Step, workload: Workload, seed: int, args: argparse.Namespa
         figures = f"rel_l2 {row.rel_l2:.2e} (bound {row.bound:.2e})"
         if row.nonfinite:
             figures += f", {row.nonfinite} elements NaN or Inf"
-        drawn = "" if row.seed is None else f"  seed {row.seed}"
-        print(f"{verdict}  {step.id}  {row.shape}{drawn}  {figures}  {row.backend}{took}", flush=True)
+        print(f"{verdict}  {step.id}  {row.shape}  seed {row.seed}  {figures}  {row.backend}{took}", flush=True)
         took = ""
     return not all(row.passed for row in rows)
 

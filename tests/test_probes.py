@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mila_kernels import ops, probes, shapes
+from mila_kernels import ops, probes, results, shapes
 
 CASES = {
     "prefill/01_scalar": "b2 q9h2 kv40h1 d64 w7 causal bf16",
@@ -17,8 +18,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("step", CASES)
-def test_a_right_step_passes_every_probe(step: str, device: torch.device) -> None:
-    rows = probes.check(step, shapes.parse_shape(step.split("/")[0], CASES[step]), device)
+def test_a_right_step_passes_every_probe_and_is_recorded(step: str, device: torch.device, tmp_path: Path) -> None:
+    with results.RunWriter(tmp_path) as run:
+        rows = probes.check(step, shapes.parse_shape(step.split("/")[0], CASES[step]), device, run)
+    assert [(row.shape, row.passed) for row in results.read(tmp_path, "parity")] == [(r.shape, r.passed) for r in rows]
     assert [row.shape.split()[-1] for row in rows] == ["count", "mean", "mask"]
     assert all(row.passed and row.max_abs is not None and row.max_abs <= (row.bound or 0) for row in rows)
 
