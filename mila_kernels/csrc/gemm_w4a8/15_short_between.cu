@@ -5,17 +5,20 @@
 //   products too was to bring 10%.
 // Measured: H200, 2026-11-30, cold, TFLOP/s. Variants in turns, at 540 to 690 W: gate_up 1024 / 4096 1,255 / 1,248 (14:
 //   1,205 / 1,211), 4096 under load 1,158 (1,131), local_qkv 1,194 (1,155), fc_down 1024 1,308 (1,298). By the
-//   benchmark: fc_down 1024 1,332 (1,314).
-// Verdict: kept, 1 to 4% faster. Unfolding beside the products was slower in three forms: held before their wait by a
-//   store that never runs 1,082 at gate_up 4096, with all of this step 1,141 (14 in turns with them: 1,253), the second
-//   warpgroup 256 clocks behind 1,027. Stamps of a block's clock say why. The two warpgroups' batches alternate at the
-//   tensor cores, whoever waits longer first. A batch takes its 256 clocks if it was issued before the other's end,
-//   else 330. From a batch's end to the next one's start it was 200 clocks in 14, for 64 additions, which beside the
-//   other's products take three clocks each; between groups 390. What is unfolded beside a warpgroup's own products
-//   goes beside the other's additions: it takes 400 clocks, and then its own batch, long done, waits for it. Two other
-//   designs were not faster: a delay of 128 to 512 clocks between the warpgroups, -2 to 2%; pairs of blocks that share
-//   a tile of tokens by multicast, 1,068 at gate_up 4096 (1,253), 793 at fc_down 8192 (1,113). Half of the unfolding
-//   beside each of a group's two batches is next.
+//   benchmark: fc_down 1024 1,332 (1,314). In tiles of 192 tokens, prototypes that differ in this only: fc_down 4096 /
+//   8192 1,232 / 1,179 (without: 1,241 / 1,201).
+// Verdict: kept, 1 to 4% faster. In tiles of 192 tokens it is 1 to 2% slower. Unfolding beside the products was slower
+//   in four forms: held before their wait by a store that never runs 1,082 at gate_up 4096, with all of this step 1,141
+//   (14 in turns with them: 1,253), the second warpgroup 256 clocks behind 1,027; half of it beside each of a group's
+//   two batches 1,152 (this step in turns with it: 1,249). Stamps of a block's clock say why. The two warpgroups'
+//   batches alternate at the tensor cores, whoever waits longer first. A batch takes its 256 clocks if it was issued
+//   before the other's end, else 330. From a batch's end to the next one's start it was 200 clocks in 14, for 64
+//   additions, which beside the other's products take three clocks each; between groups 390. What is unfolded beside a
+//   warpgroup's own products goes beside the other's additions: it takes 400 clocks, and then its own batch, long done,
+//   waits for it. Three other designs were not faster: additions row by row, so that a scale is read once, 1,223 at
+//   gate_up 4096 (1,249); a delay of 128 to 512 clocks between the warpgroups, -2 to 2%; pairs of blocks that share a
+//   tile of tokens by multicast, 1,068 at gate_up 4096 (1,253), 793 at fc_down 8192 (1,113). Fewer clocks for the
+//   additions are next.
 // Architectures: sm_90a
 // Instances: y_dtype
 #include "wgmma.cuh"
