@@ -43,6 +43,8 @@ CHECK_SHAPES = {
         "b1 q1h16 kv129h1 d512 bf16 kvbf16 page64",
         "b2 q1h8 kv65h4 d512 bf16 kvbf16 page64",
         "b1 q3h4 kv40h2 d128 fp16 kvfp16 page16",
+        "b9 q1h16 kv65h8 d64 bf16 kvbf16 page16",  # more heads than half of the multiprocessors: few pieces each
+        "b40 q1h16 kv33h1 d64 bf16 kvbf16 page16",
     ),
     "matvec_fp4": ("n70 k256 m1 bf16", "n33 k384 m3 fp16"),
     "matvec_fp8": ("n70 k256 m1 bf16", "n33 k384 m3 fp16"),
