@@ -117,8 +117,8 @@ def test_tiles_cut_along_k(m: int, n: int, k: int, step: str, monkeypatch: pytes
     assert not room["partials"].isnan().all()  # a tile was cut
 
 
-# On five SMs: a wave of tiles of 256 tokens, and the rest in narrow tiles of 32, 64 and 96.
-@pytest.mark.parametrize("m, n", [(129, 768), (164, 768), (129, 896)])
+# On five SMs: a wave of tiles of 256 tokens, and the rest in narrow tiles of 32, 64, 96, 128 and 192.
+@pytest.mark.parametrize("m, n", [(129, 768), (164, 768), (129, 896), (500, 384), (650, 256)])
 @pytest.mark.parametrize("step", [s for s in OURS if int(s.split("/")[1][:2]) > 16])
 def test_narrow_tiles_after_the_wide_ones(m: int, n: int, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "_sm_count", lambda device: 5)

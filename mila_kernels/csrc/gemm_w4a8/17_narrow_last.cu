@@ -1,19 +1,21 @@
-// Change: what is left after the whole waves of tiles of 256 tokens is cut into narrow tiles of 32, 64 or 96, at most
-//   one a block, in place of along K: no sums pass through L2, and no counters. The narrow tile has a loop of its own,
-//   so that the wide ones' knows its number of batches.
+// Change: what is left after the whole waves of tiles of 256 tokens is cut into narrower tiles of 32, 64, 96, 128 or 192,
+//   at most one a block, in place of along K: no sums pass through L2, and no counters. The narrow tile has a loop of its
+//   own, so that the wide ones' knows its number of batches.
 // Prediction: gate_up at 1024 tokens pays 7 waves and a tile of 96, half as long as one of 256: 4% faster than cut
-//   along K; at 4096 29 waves and one of 32, at 8192 58 and one of 64: 1%.
-// Measured: H200, 2026-11-30, cold, TFLOP/s. Prototypes without 16 in turns, at 540 to 690 W: gate_up 1024 / 4096 /
-//   8192 1,287 / 1,241 / 1,216 (15: 1,255 / 1,248 / -; 14: 1,205 / 1,211 / 1,175), 4096 under load 1,180 (15: 1,158;
-//   14: 1,131). By the benchmark, one step after the other, with 14 to 16 in front of it (in brackets): fc_down 1024
-//   1,350 (1,315, 1,335, 1,344), gate_up 1024 / 4096 / 8192 1,356 / 1,384 / 1,358 (1,266 / 1,335 / 1,336, 1,289 / 1,366
-//   / 1,360, 1,288 / 1,363 / 1,353), local_qkv 1,333 (1,307, 1,331, 1,338); fc_down 4096 / 8192 1,310 / 1,306 (14,
-//   which found a chip at rest, 1,358 / 1,354; 1,314 / 1,308, 1,311 / 1,298).
-// Verdict: kept. Three other designs for fc_down at 1024 tokens, where 12 multiprocessors have no tile: 120 tiles of
-//   240 tokens, and 30 of 64 for those 12 to take in turn, 992 (14: 1,291); the same with the narrow tiles' next
-//   products in flight while one's are added, 995; the wide tiles in batches of 80 tokens, 1,011. A wide tile is done
-//   after 90 us. A group takes 0.35 us in a tile of 64, 0.75 in one of 256: two such tiles are done after 85 us, and
-//   half of the 12 have three.
+//   along K; at 4096 29 waves and one of 32, at 8192 58 and one of 64: 1%. fc_down at 4096 3 waves and one of 192, in
+//   place of 5 of 192, at 8192 7 and one of 128, in place of 10 of 192: 5%.
+// Measured: H200, 2026-11-30, cold, TFLOP/s, by the benchmark, variants in turns. fc_down 4096 / 8192 1,399 / 1,378 (all in
+//   tiles of 192 1,326 / 1,318, cut along K 1,291 / 1,352, in whole tiles of 256 1,341 / 1,331), 2048 in two waves of
+//   256 1,365 (cut along K 1,214); gate_up 512 / 1024 / 2048 / 4096 / 8192 1,320 / 1,362 / 1,371 / 1,393 / 1,392 (cut
+//   along K 1,195 / - / 1,328 / - / -); 10,240 x 3,840 with 1024 tokens 1,290 (1,133). fc_down 1024 1,341 and local_qkv
+//   1,350 are one tile a block and eight waves as before. In an earlier run, one step after the other, with 14 to 16 in
+//   front of it (in brackets): fc_down 1024 1,350 (1,315, 1,335, 1,344), gate_up 1024 / 4096 / 8192 1,356 / 1,384 /
+//   1,358 (1,266 / 1,335 / 1,336, 1,289 / 1,366 / 1,360, 1,288 / 1,363 / 1,353), local_qkv 1,333 (1,307, 1,331, 1,338).
+// Verdict: kept, 1 to 14% faster. Three other designs for fc_down at 1024 tokens, where 12 multiprocessors have no tile:
+//   120 tiles of 240 tokens, and 30 of 64 for those 12 to take in turn, 992 (14: 1,291); the same with the narrow tiles'
+//   next products in flight while one's are added, 995; the wide tiles in batches of 80 tokens, 1,011. A wide tile is
+//   done after 90 us. A group takes 0.35 us in a tile of 64, 0.75 in one of 256: two such tiles are done after 85 us,
+//   and half of the 12 have three.
 // Architectures: sm_90a
 // Instances: y_dtype
 #include "wgmma.cuh"
@@ -425,20 +427,24 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_narrow_last(const __grid_cons
         consume.template operator()<32>();
       else if (work.width == 64)
         consume.template operator()<64>();
-      else
+      else if (work.width == 96)
         consume.template operator()<96>();
+      else if (work.width == 128)
+        consume.template operator()<128>();
+      else
+        consume.template operator()<192>();
     }
     if (threadIdx.x % WARPGROUP == 0) cp_async_bulk_wait_group<0>();
   }
 }
 
-// What an H200 takes, in units of 10 ns: for a group of columns, for the start and end of a tile, for cutting tiles,
-// and for each part of a tile above two.
+// What an H200 takes, in units of 10 ns: for a group of columns, for the start and end of a tile, for cutting tiles, for
+// each part of a tile above two, and for each group of a share, as blocks at other columns read less from L2 together.
 struct Cost {
   int tokens, group, ends;
 };
-constexpr Cost LARGE = {256, 87, 190}, MIDDLE = {192, 61, 300}, SMALL = {128, 44, 190};
-constexpr int CUT = 1500, PART = 200;
+constexpr Cost LARGE = {256, 75, 190}, MIDDLE = {192, 60, 300}, SMALL = {128, 44, 190};
+constexpr int CUT = 1500, PART = 200, SPREAD = 12;
 
 // How a launch is done in tiles of a size, and what it costs.
 struct Plan {
@@ -452,7 +458,8 @@ inline Plan plan(const GemmW4a8Args& args, const Cost& cost) {
   const Plan whole = {0, static_cast<int>(min(tiles, sms)), ceil_div(tiles, sms) * tile};
   if (rest == 0 || tiles * groups < sms || groups > 1 << 20) return whole;
   const int64_t split = rest + (tiles > sms ? sms : 0), parts = ceil_div(sms, split) + 1;
-  const Plan cut = {static_cast<int>(split), args.sm_count, ceil_div(tiles * tile, sms) + CUT + (parts - 2) * PART};
+  const int64_t cuts = CUT + (parts - 2) * PART + split * groups / sms * SPREAD;
+  const Plan cut = {static_cast<int>(split), args.sm_count, ceil_div(tiles * tile, sms) + cuts};
   return cut.cost + cut.cost / 256 < whole.cost ? cut : whole;
 }
 
@@ -460,7 +467,7 @@ inline Plan plan(const GemmW4a8Args& args, const Cost& cost) {
 struct NarrowCost {
   int tokens, group;
 };
-constexpr NarrowCost NARROW[] = {{32, 30}, {64, 34}, {96, 40}};
+constexpr NarrowCost NARROW[] = {{32, 30}, {64, 34}, {96, 40}, {128, 44}, {192, 60}};
 
 struct NarrowPlan {
   int rows, width;  // rows: of 128 of the weight, in wide tiles
