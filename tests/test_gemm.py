@@ -96,7 +96,7 @@ def test_every_tile_size(m: int, n: int, k: int, step: str) -> None:
 
 
 # On three SMs: a tile in three parts; two tiles; four of seven, the others whole.
-SPLIT = [(40, 64, 100 * 128), (250, 250, 80 * 128), (120, 896, 60 * 128)]
+SPLIT = [(40, 64, 100 * 128), (250, 250, 120 * 128), (120, 896, 120 * 128)]
 
 
 @pytest.mark.parametrize("m, n, k", SPLIT)
