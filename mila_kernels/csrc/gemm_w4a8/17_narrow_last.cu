@@ -1,21 +1,23 @@
-// Change: what is left after the whole waves of tiles of 256 tokens is cut into narrower tiles of 32, 64, 96, 128 or 192,
-//   at most one a block, in place of along K: no sums pass through L2, and no counters. The narrow tile has a loop of its
-//   own, so that the wide ones' knows its number of batches.
+// Change: what is left after the whole waves of tiles of 256 tokens is cut into narrower tiles of 32, 64, 96, 128 or
+//   192, at most one a block, in place of along K: no sums pass through L2, and no counters. The narrow tile has a
+//   loop of its own, so that the wide ones' knows its number of batches.
 // Prediction: gate_up at 1024 tokens pays 7 waves and a tile of 96, half as long as one of 256: 4% faster than cut
 //   along K; at 4096 29 waves and one of 32, at 8192 58 and one of 64: 1%. fc_down at 4096 3 waves and one of 192, in
 //   place of 5 of 192, at 8192 7 and one of 128, in place of 10 of 192: 5%.
-// Measured: H200, 2026-11-30, cold, TFLOP/s, by the benchmark, variants in turns. fc_down 4096 / 8192 1,399 / 1,378 (all in
-//   tiles of 192 1,326 / 1,318, cut along K 1,291 / 1,352, in whole tiles of 256 1,341 / 1,331), 2048 in two waves of
-//   256 1,365 (cut along K 1,214); gate_up 512 / 1024 / 2048 / 4096 / 8192 1,320 / 1,362 / 1,371 / 1,393 / 1,392 (cut
-//   along K 1,195 / - / 1,328 / - / -); 10,240 x 3,840 with 1024 tokens 1,290 (1,133). fc_down 1024 1,341 and local_qkv
-//   1,350 are one tile a block and eight waves as before. In an earlier run, one step after the other, with 14 to 16 in
-//   front of it (in brackets): fc_down 1024 1,350 (1,315, 1,335, 1,344), gate_up 1024 / 4096 / 8192 1,356 / 1,384 /
-//   1,358 (1,266 / 1,335 / 1,336, 1,289 / 1,366 / 1,360, 1,288 / 1,363 / 1,353), local_qkv 1,333 (1,307, 1,331, 1,338).
-// Verdict: kept, 1 to 14% faster. Three other designs for fc_down at 1024 tokens, where 12 multiprocessors have no tile:
-//   120 tiles of 240 tokens, and 30 of 64 for those 12 to take in turn, 992 (14: 1,291); the same with the narrow tiles'
-//   next products in flight while one's are added, 995; the wide tiles in batches of 80 tokens, 1,011. A wide tile is
-//   done after 90 us. A group takes 0.35 us in a tile of 64, 0.75 in one of 256: two such tiles are done after 85 us,
-//   and half of the 12 have three.
+// Measured: H200, 2026-11-30, cold, TFLOP/s, by the benchmark, variants in turns. fc_down 4096 / 8192 1,399 / 1,378
+//   (all in tiles of 192 1,326 / 1,318, cut along K 1,291 / 1,352, in whole tiles of 256 1,341 / 1,331), 2048 in two
+//   waves of 256 1,365 (cut along K 1,214); gate_up 512 / 1024 / 2048 / 4096 / 8192 1,320 / 1,362 / 1,371 / 1,393 /
+//   1,392 (cut along K 1,195 / - / 1,328 / - / -); 10,240 x 3,840 with 1024 tokens 1,290 (1,133). fc_down 1024 1,341
+//   and local_qkv 1,350 are one tile a block and eight waves as before. Where tiles of 192 remain, fc_down with 640
+//   tokens, the products as in 14 give 1,132 (as in 15 1,082; with the stage given back early only 1,095). In an
+//   earlier run, one step after the other, with 14 to 16 in front of it (in brackets): fc_down 1024 1,350 (1,315,
+//   1,335, 1,344), gate_up 1024 / 4096 / 8192 1,356 / 1,384 / 1,358 (1,266 / 1,335 / 1,336, 1,289 / 1,366 / 1,360,
+//   1,288 / 1,363 / 1,353), local_qkv 1,333 (1,307, 1,331, 1,338).
+// Verdict: kept, 1 to 14% faster. Three other designs for fc_down at 1024 tokens, where 12 multiprocessors have no
+//   tile: 120 tiles of 240 tokens, and 30 of 64 for those 12 to take in turn, 992 (14: 1,291); the same with the
+//   narrow tiles' next products in flight while one's are added, 995; the wide tiles in batches of 80 tokens, 1,011.
+//   A wide tile is done after 90 us. A group takes 0.35 us in a tile of 64, 0.75 in one of 256: two such tiles are
+//   done after 85 us, and half of the 12 have three.
 // Architectures: sm_90a
 // Instances: y_dtype
 #include "wgmma.cuh"
@@ -213,21 +215,28 @@ DEVICE bool join(Smem<TILE>& smem, float (&acc)[BATCHES][SIZE], const GemmW4a8Ar
   return true;
 }
 
-// The products of so many groups, whose first is the i-th of this block, added to what `acc` is.
+// The products of so many groups, whose first is the i-th of this block, added to what `acc` is. What is known early
+// and given back late with two batches a group is, all three together, 4% slower with one: that is as in 14.
 template <typename TILE, int BATCHES, int SIZE>
 DEVICE void multiply(Smem<TILE>& smem, float (&acc)[BATCHES][SIZE], const GemmW4a8Args& args, int tile_n, uint32_t i,
                      int groups, int consumer) {
   constexpr uint32_t STAGES = TILE::STAGES;
   constexpr int BATCH = 2 * SIZE;
+  constexpr bool ONE = BATCHES == 1;
   const int my_block = min(consumer, ceil_div(args.n, 64) - tile_n * CONSUMERS - 1);  // of what is stored, the last
   const int thread = threadIdx.x % WARPGROUP;
   // A thread's places in any stage, in registers: they are not computed from its number at every load.
   uint32_t codes_at = my_block * BLOCK_BYTES + thread * 16;
   uint32_t scales_at = my_block * BLOCK_BYTES + BLOCK_CODES + (thread / WARP * 16 + thread % WARP / 4) * 4;
-  keep_here(codes_at);
-  keep_here(scales_at);
+  if constexpr (!ONE) {
+    keep_here(codes_at);
+    keep_here(scales_at);
+  }
   uint4 words[2];
   float next_scale[2];
+  const auto descriptor = [&](uint32_t i) {
+    return wgmma_descriptor(smem_u32(smem.x[i % STAGES]), 16, 1024, Swizzle::b128);
+  };
   uint64_t next_b = 0;
   const auto load = [&](uint32_t i) {
     const uint32_t stage = i % STAGES;
@@ -237,15 +246,16 @@ DEVICE void multiply(Smem<TILE>& smem, float (&acc)[BATCHES][SIZE], const GemmW4
       words[half] = *reinterpret_cast<const uint4*>(w + codes_at + half * (BLOCK_CODES / 2));
       next_scale[half] = *reinterpret_cast<const float*>(w + scales_at + half * 8 * 4);
     }
-    next_b = wgmma_descriptor(smem_u32(smem.x[stage]), 16, 1024, Swizzle::b128);
+    next_b = descriptor(i);
   };
   load(i);
   for (int group = 0; group < groups; ++group, ++i) {
     const float scale[2] = {next_scale[0], next_scale[1]};
-    const uint64_t b = next_b;
+    uint64_t b = next_b;
     uint32_t a[BK / 32][4];
     unfold(a, words);
     settle(a);
+    if constexpr (ONE) b = descriptor(i);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; ++batch) {
       float sums[BATCH / 2];
@@ -254,13 +264,14 @@ DEVICE void multiply(Smem<TILE>& smem, float (&acc)[BATCHES][SIZE], const GemmW4
       for (int k = 0; k < BK / 32; ++k)
         wgmma_k32_e4m3<BATCH>(sums, a[k], wgmma_advance(b, batch * BATCH * BK + k * 32), k);
       wgmma_commit_group();
-      if (batch == 0 && group > 0) release(smem.empty[(i - 1) % STAGES]);
+      if (!ONE && batch == 0 && group > 0) release(smem.empty[(i - 1) % STAGES]);
       if (batch == BATCHES - 1) load(group + 1 < groups ? i + 1 : i);  // the last once more: no branch among products
       wgmma_wait_group<0>();
+      if (ONE) release(smem.empty[i % STAGES]);
       add_scaled(acc[batch], scale, sums);
     }
   }
-  release(smem.empty[(i - 1) % STAGES]);
+  if (!ONE) release(smem.empty[(i - 1) % STAGES]);
 }
 
 template <typename T, typename TILE>
@@ -438,8 +449,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_narrow_last(const __grid_cons
   }
 }
 
-// What an H200 takes, in units of 10 ns: for a group of columns, for the start and end of a tile, for cutting tiles, for
-// each part of a tile above two, and for each group of a share, as blocks at other columns read less from L2 together.
+// What an H200 takes, in units of 10 ns: for a group of columns, for the start and end of a tile, for cutting tiles,
+// for each part of a tile above two, and for each group of a share: blocks at other columns share less of L2.
 struct Cost {
   int tokens, group, ends;
 };
