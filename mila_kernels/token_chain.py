@@ -4,6 +4,7 @@ four FP4 matrices, and the FP8 lm_head, in one CUDA graph."""
 from __future__ import annotations
 
 import ctypes
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,20 +67,24 @@ class ChainMatvec(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "x", "y")),
-        *((name, ctypes.c_int32) for name in ("tiles", "groups", "chunk_groups", "chunks", "first")),
-        ("unused", ctypes.c_int32 * 3),
+        *((name, ctypes.c_int32) for name in ("tiles", "groups", "chunk_groups", "chunks", "first", "early")),
+        ("unused", ctypes.c_int32 * 2),
     ]
 
 
 class ChainArgs(ctypes.Structure):
-    """The mirror of ``ChainArgs`` there."""
+    """The mirror of ``ChainArgs`` there; steps before 03 know only the first three."""
 
-    _fields_ = [("list", ctypes.c_void_p), ("count", ctypes.c_int32), ("blocks", ctypes.c_int32)]
+    _fields_ = [
+        *(("list", ctypes.c_void_p), ("count", ctypes.c_int32), ("blocks", ctypes.c_int32)),
+        *(("schedule", ctypes.c_void_p), ("pitch", ctypes.c_int32)),
+    ]
 
 
 CHUNK_GROUPS = 32  # of a tile that the kernel takes at a time
 MAX_CHUNKS = 4
 MOST_MATVECS = 256  # their list lies in shared memory
+MOST_TILES = 0xFFFF  # of a matvec; a block's are listed in 16 bits each
 
 
 def one_launch_steps() -> list[steps.Step]:
@@ -114,6 +119,8 @@ class OneLaunch:
         self.outputs = torch.empty(sum(w.n for w in self.fp4), dtype=torch.bfloat16, device=device)
         self.blocks = linear._device_limits(device)[0] if device.type == "cuda" else 1
         self.list = torch.frombuffer(bytearray(b"".join(map(bytes, self._list()))), dtype=torch.uint8).to(device)
+        rows = even_schedule([(w.n, w.k) for w in self.fp4], self.blocks)
+        self.schedule = torch.tensor(_packed(rows), dtype=torch.int32).to(torch.uint16).to(device)
 
     def _list(self) -> list[ChainMatvec]:
         x, first, found = self.chain.x, 0, []
@@ -122,13 +129,14 @@ class OneLaunch:
             chunks = -(-groups // CHUNK_GROUPS)
             if x.dtype != torch.bfloat16 or w.scales.dtype != torch.bfloat16 or w.layout != "folded":
                 raise ValueError(f"chain: matvec {i} must have BF16 activations and scales, and codes in layout folded")
-            if w.k > x.numel() or w.n % linear.TILE_ROWS or groups % (2 * chunks) or chunks > MAX_CHUNKS:
+            fits = w.k <= x.numel() and w.n % linear.TILE_ROWS == 0 and tiles <= MOST_TILES
+            if not fits or groups % (2 * chunks) or chunks > MAX_CHUNKS:
                 raise ValueError(
                     f"chain: matvec {i} of shape {w.n} x {w.k} on {x.numel()} columns does not fit the kernel"
                 )
             found.append(ChainMatvec(
                 w.codes.data_ptr(), w.scales.data_ptr(), x.data_ptr(), y.data_ptr(), tiles, groups, groups // chunks,
-                chunks, first,
+                chunks, first, i > 0 and w.k < self.fp4[i - 1].n,
             ))  # fmt: skip
             first = (first + tiles) % self.blocks  # the blocks with one tile more are others each time
             x = y
@@ -137,11 +145,14 @@ class OneLaunch:
     def run(self) -> torch.Tensor:
         """The last output of the chain."""
         self.outputs.view(torch.int16).fill_(-1)  # "not yet written"
-        args = ChainArgs(self.list.data_ptr(), len(self.fp4), self.blocks)
+        args = ChainArgs(
+            self.list.data_ptr(), len(self.fp4), self.blocks, self.schedule.data_ptr(), self.schedule.shape[1]
+        )
         weights = {f"{part}{i}": getattr(w, part) for i, w in enumerate(self.fp4) for part in ("codes", "scales")}
         build.launch(
             self.step, args, self.chain.x.device,
-            reads={"list": self.list, "x": self.chain.x} | weights, writes={"outputs": self.outputs},
+            reads={"list": self.list, "schedule": self.schedule, "x": self.chain.x} | weights,
+            writes={"outputs": self.outputs},
         )  # fmt: skip
         y = self.outputs[None, -self.fp4[-1].n :]
         for w in self.rest:
@@ -152,6 +163,54 @@ class OneLaunch:
     def graph(self) -> tuple[Callable[[], None], torch.Tensor]:
         """As :meth:`TokenChain.graph`."""
         return _captured(self.run, self.chain.x.device)
+
+
+def even_schedule(matrices: Sequence[tuple[int, int]], blocks: int) -> list[list[list[int]]]:
+    """Which tiles of 16 rows each block has of each matrix ``(n, k)``: ``[block][matrix]``, in order.
+
+    A matvec that needs only the first part of the outputs before it finds them written when it begins. Work is even
+    over such matvecs and the one in front of them together: who has a tile more of the one has less of the others.
+    """
+    rows: list[list[list[int]]] = [[[] for _ in matrices] for _ in range(blocks)]
+    work = [0] * blocks
+    begin = 0
+    while begin < len(matrices):
+        end = begin + 1
+        while end < len(matrices) and matrices[end][1] < matrices[end - 1][0]:
+            end += 1
+        here = [0] * blocks
+        for i in sorted(range(begin, end), key=lambda i: -matrices[i][1]):  # large tiles first
+            n, k = matrices[i]
+            heap = [(here[b], work[b], b) for b in range(blocks)]
+            heapq.heapify(heap)
+            counts = [0] * blocks
+            for _ in range(n // linear.TILE_ROWS):
+                so_far, in_all, b = heap[0]
+                counts[b] += 1
+                heapq.heapreplace(heap, (so_far + k, in_all + k, b))
+            for so_far, in_all, b in heap:
+                here[b], work[b] = so_far, in_all
+            _deal([row[i] for row in rows], counts)
+        begin = end
+    return rows
+
+
+def _deal(hands: list[list[int]], counts: list[int]) -> None:
+    """Tiles 0, 1, ... one to each in turn, so that the first ones are done first."""
+    tile = 0
+    for turn in range(max(counts)):
+        for hand, count in zip(hands, counts, strict=True):
+            if count > turn:
+                hand.append(tile)
+                tile += 1
+
+
+def _packed(rows: list[list[list[int]]]) -> list[list[int]]:
+    """A row of numbers a block, all as long, a multiple of 8: how many tiles it has of each matvec, zeros up to a
+    multiple of 8, then which."""
+    lists = [[*map(len, row), *([0] * (-len(row) % 8)), *(tile for tiles in row for tile in tiles)] for row in rows]
+    most = max(map(len, lists))
+    return [found + [0] * (most - len(found) + -most % 8) for found in lists]
 
 
 def layer_names(layers: int = LAYERS) -> list[str]:

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from mila_kernels import build, fp4_diet, linear, reference, shapes, static, steps
-from mila_kernels.token_chain import OneLaunch, TokenChain, _random_fp4, layer_names, one_launch_steps, token_chain
+from mila_kernels.token_chain import (
+    OneLaunch,
+    TokenChain,
+    _random_fp4,
+    even_schedule,
+    layer_names,
+    one_launch_steps,
+    token_chain,
+)
 
 FASTEST = "matvec_fp4/15_two_blocks"
 
@@ -58,6 +66,16 @@ def test_one_launch_feeds_each_matvec_with_the_one_before(device: torch.device, 
         assert torch.equal(first[0], outputs[-chain.fp4[-1].n :])
         for _ in range(3):
             assert torch.equal(chain.run(), first) and torch.equal(chain.outputs, outputs)
+
+
+def test_tiles_come_out_even_between_borders() -> None:
+    matrices = [shapes.linear_shape(name) for name in layer_names(7)]
+    rows = even_schedule([(m.n, m.k) for m in matrices], 132)
+    for i, m in enumerate(matrices):
+        assert sorted(tile for row in rows for tile in row[i]) == list(range(m.n // 16))
+        assert all(row[i] == sorted(row[i]) for row in rows)
+    work = [len(row[2]) * matrices[2].k + len(row[3]) * matrices[3].k for row in rows]  # gate_up and fc_down
+    assert max(work) - min(work) <= matrices[2].k
 
 
 @pytest.mark.parametrize("step", one_launch_steps(), ids=lambda step: step.name)

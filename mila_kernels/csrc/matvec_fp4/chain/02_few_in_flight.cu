@@ -15,10 +15,17 @@
 //   way; asking in even steps, at 1.0 to 1.4 times the memory's rate, 1,559 at best; bulk prefetches into L2, ten tiles ahead,
 //   2,470; a rotation as a wide multiplication, or two chains of products, the same to 0.2%. The FP8 lm_head as a last
 //   matvec of the same launch: 218 us for it, 234 alone, but 1,570 to 1,585 for the rest.
-// Verdict: Kept: 7 to 11% less than 01. Less than predicted, and short of the 93% that were the aim: with nothing to multiply
-//   92%, so that borders cost 6% and products 8% more. At a border x waits for the slowest block, a store, and a look that
-//   takes 1,100 clocks. Why a faster thread that asks makes it slower is not understood. Next: one block of a cluster that
-//   looks at x and passes it on, and a loop that takes 1,000 clocks a tile and not 1,330.
+//   Later, 1,482 us by turns with: all weights from the L2, no waiting for x, 1,306, without products 731; with waiting 1,436,
+//   without products 975. A warp's clocks a chunk, of 2,214 (by its clock): 669 for x, 143 for words, 60 for room for sums,
+//   the rest products; without waiting for x 2,041, of which 230 to read x and 264 for words. A shorter loop that asks 1,504;
+//   helping warps first for the scheduler 1,554, on the one with least to multiply 1,592; two or three looks at x under way
+//   at a time 1,629 and 1,696.
+// Verdict: Kept: 7 to 11% less than 01. Less than predicted, and short of the 93% that were the aim. What limits it is a warp's
+//   own path: with weights from the L2 and x at once it still takes 1,306 us, 95% of reading, and nothing hides a border
+//   behind that. Neither the rotation's pipe nor chains of products change it, so it is latency between a warp's barriers, its
+//   words and its sums: 1,340 clocks a chunk where the ALU needs 770. Why a faster thread that asks makes it slower is not
+//   understood; more looks at x slow it down, so fewer warps that look may help. Next: words of the next chunk in registers
+//   of their own (setmaxnreg gives 112), and one block of a cluster that looks at x and passes it on.
 // Architectures: sm_90a
 #include "../../hopper.cuh"
 #include "../args.cuh"
