@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import statistics
+import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import pandas as pd
 import torch
 
 from . import build, counters, linear, results, shapes, static, steps
+from .bench import SETTLE_S
 from .results import CounterRow
 from .shapes import Workload
 from .token_chain import OneLaunch, TokenChain, layer_names, one_launch_steps, token_chain
@@ -131,6 +133,7 @@ def time_one_launch(chain: TokenChain, step: steps.Step | None = None, replays: 
 
 
 def _time_replays(replay: Callable[[], None], replays: int) -> float:
+    time.sleep(SETTLE_S)
     replay()
     times = []
     for _ in range(replays):
