@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import build, linear, outputs, steps
+from . import build, linear, outputs, paths, steps
 from .arrivals import arrivals
 from .linear import DTYPE_CODES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
 from .operator import operator
@@ -207,8 +208,8 @@ class _Call:
         codes, scale = (x, x_scales) if x_scales is not None else _quantize(x, self.step.id)
         w_range = self._w_range()
         w_codes = self._weight_codes(w_range)
-        if self.x.device.type == "cpu":
-            sums = codes.float() @ w_codes.float().T * (scale * w_range)
+        if not _has_library(self.x.device):
+            sums = _sums(codes, w_codes) * (scale * w_range)
             return (sums if self.bias is None else sums + self.bias.float()).to(self.out_dtype)
         return torch._scaled_mm(
             _aligned(codes), w_codes.T, scale_a=scale, scale_b=w_range, bias=self.bias, out_dtype=self.out_dtype,
@@ -220,8 +221,8 @@ class _Call:
         codes, scales = self._pair()
         w_range = self._w_range()
         w_codes = self._weight_codes(w_range)
-        if self.x.device.type == "cpu":
-            sums = codes.float() @ w_codes.float().T
+        if not _has_library(self.x.device):
+            sums = _sums(codes, w_codes)
         else:
             one = torch.ones(1, device=self.x.device)
             sums = torch._scaled_mm(
@@ -284,9 +285,21 @@ class _Call:
 _LIBRARY_STEPS = {1: _Call.upcast, 2: _Call.one_scale, 3: _Call.token_scale}
 
 
+def _has_library(device: torch.device) -> bool:
+    """Whether the product is the library's: not on a CPU, nor under a sanitizer, which its kernels are not made for:
+    racecheck ends with an error of its own in torch.matmul alone, and initcheck does not see what they write."""
+    return device.type == "cuda" and paths.WATCHED not in os.environ
+
+
+def _sums(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x times the transposed w, in FP32; on a GPU through FP64, whose kernels the sanitizers understand."""
+    wide = torch.float32 if x.device.type == "cpu" else torch.float64
+    return (x.to(wide) @ w.to(wide).T).float()
+
+
 def _matmul(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if x.device.type == "cpu":
-        sums = x.float() @ w.float().T
+    if not _has_library(x.device):
+        sums = _sums(x, w)
         return (sums if bias is None else sums + bias.float()).to(x.dtype)
     return torch.nn.functional.linear(x, w, bias)
 

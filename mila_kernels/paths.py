@@ -1,4 +1,4 @@
-"""Where the project's files lie, and where compiled steps are cached."""
+"""Where the project's files lie, where compiled steps are cached, and how a child process knows of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ EMULATION = PACKAGE / "emulation"
 DATA = ROOT / "data"
 RESULTS = ROOT / "results"
 NOTEBOOKS = ROOT / "notebooks"
+WATCHED = "MILA_SANITIZER"  # in the environment of what a sanitizer watches: the tool's name
 
 
 def python_path() -> str:

@@ -71,7 +71,7 @@ def sanitize(chosen: Sequence[Step], tool: str, shapes: Sequence[str] = ()) -> F
         raise ValueError(f"tool must be one of {', '.join(TOOLS)}, not {tool!r}")
     command = [str(find_sanitizer()), "--tool", tool, *_only_ours(chosen, tool), *check_command(chosen, shapes)]
     # torch's caching allocator would hand out pieces of large blocks, between which an overrun goes unseen.
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", paths.WATCHED: tool}
     try:
         done = subprocess.run(
             command, cwd=paths.ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -324,3 +324,17 @@ def test_the_operator_has_a_schema_and_a_fake(step: str) -> None:
     codes, scales = gemm._laid_out(w, gemm.step_layout(steps.step(step)))
     call = (x, None, codes, scales, None, w.n, step, BF16)
     torch.library.opcheck(torch.ops.mila_kernels.gemm_w4a8.default, call, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("step", [s.id for s in steps.steps("gemm_w4a8") if s.order <= 3])
+def test_under_a_sanitizer_the_product_is_not_the_librarys(
+    step: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is the same, to the rounding of its sums."""
+    skip_unless_it_runs(step, device)
+    x, w = random((40, 256), 2).to(device, BF16), quantize_fp4(random((64, 256), 1).to(device))
+    assert gemm._has_library(device) == (device.type == "cuda")
+    usual = gemm_w4a8(x, w, step=step)
+    monkeypatch.setenv("MILA_SANITIZER", "memcheck")
+    assert not gemm._has_library(device)
+    assert rel_l2(gemm_w4a8(x, w, step=step), usual.double()) <= 4e-3

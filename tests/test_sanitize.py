@@ -80,7 +80,8 @@ def test_groups_are_of_one_operation_and_hold_every_step_once() -> None:
 
 
 TOOL = """#!/usr/bin/env python3
-import re, sys
+import os, re, sys
+assert os.environ["MILA_SANITIZER"] in sys.argv
 ids = [word for word in sys.argv if re.fullmatch(r"prefill/\\w+", word)]
 tool = sys.argv[sys.argv.index("--tool") + 1]
 bad = "prefill/02_smem_tiles" in ids and tool == "memcheck"
