@@ -159,7 +159,7 @@ PRODUCT_BUGS = [
         _P,
         "first_row + row < rows &&",
         "true &&",
-        "out of bounds: .*reads 16 bytes.* from the start of [abc], which has",
+        "out of bounds: .*reads 16 bytes.* (before|from) the start of [abc]",
         (_COPY,),
     ),
     Bug(
@@ -289,7 +289,7 @@ SMEM_TILES_BUGS = [
         _S,
         "j < min(Bc, block_keys.end - tile)",
         "j < Bc",
-        r"out of bounds: .*reads 2 bytes.*from the start of \w+, which has",
+        r"out of bounds: .*reads 2 bytes.* (before|from) the start of \w+",
         ("= k[i * WARP", "= v[i * WARP"),
     ),
     Bug(

@@ -227,7 +227,7 @@ BUGS = [
         "      for (int i = warp % 4 == 3; i < BK / 16; ++i)\n",
         "divergence within a warpgroup|deadlock|divergence", (_WGMMA, _LANDED, "wgmma_commit_group", _FREE), True),
     Bug("a tensor that is larger than its buffer", "args->a, {k, m}", "args->a, {k, m + 9}",
-        "out of bounds: .*reads .* bytes from the start of [abc], which has", _LOADS),
+        "out of bounds: .*reads .* bytes (before|from) the start of [abc]", _LOADS),
     Bug("a copy from between 16 bytes", "&a_map, k * BK,", "&a_map, k * BK + 4,",
         "from coordinate 4 of elements of 2 bytes, which is no multiple of 16 bytes", _LOADS, True),
     Bug("a store from before the tensor", "smem.c[group]), tile % tiles_n * BN,",
