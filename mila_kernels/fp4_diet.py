@@ -133,7 +133,7 @@ def time_one_launch(chain: TokenChain, step: steps.Step | None = None, replays: 
 
 
 def _time_replays(replay: Callable[[], None], replays: int) -> float:
-    time.sleep(SETTLE_S)
+    time.sleep(SETTLE_S)  # the capture gave memory back
     replay()
     times = []
     for _ in range(replays):

@@ -287,12 +287,12 @@ _LIBRARY_STEPS = {1: _Call.upcast, 2: _Call.one_scale, 3: _Call.token_scale}
 
 def _has_library(device: torch.device) -> bool:
     """Whether the product is the library's: not on a CPU, nor under a sanitizer, which its kernels are not made for:
-    racecheck ends with an error of its own in torch.matmul alone, and initcheck does not see what they write."""
+    racecheck ends with an error of its own in torch.matmul alone, and initcheck takes what they wrote for unwritten."""
     return device.type == "cuda" and paths.WATCHED not in os.environ
 
 
 def _sums(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x times the transposed w, in FP32; on a GPU through FP64, whose kernels the sanitizers understand."""
+    """x times the transposed w, in FP32; on a GPU through FP64, as the reference, which the sanitizers let pass."""
     wide = torch.float32 if x.device.type == "cpu" else torch.float64
     return (x.to(wide) @ w.to(wide).T).float()
 

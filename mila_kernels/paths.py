@@ -1,4 +1,4 @@
-"""Where the project's files lie, where compiled steps are cached, and how a child process knows of it."""
+"""Where the project's files lie, where compiled steps are cached, and the variable that marks a watched process."""
 
 from __future__ import annotations
 
