@@ -108,10 +108,16 @@ def e4m3s(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
     return np.where(code & 128, -value, value).astype(np.float32)
 
 
+def e5m2s(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """E5M2 codes, which are the upper bytes of FP16's, as float32."""
+    return halves((np.asarray(x).astype(np.int64) & 255) << 8)
+
+
 FORMATS: dict[str, tuple[int, Callable[[npt.ArrayLike], npt.NDArray[np.float32]]]] = {
     "bf16": (16, bfloats),
     "fp16": (16, halves),
     "e4m3": (8, e4m3s),
+    "e5m2": (8, e5m2s),
 }
 
 

@@ -191,17 +191,18 @@ def a_registers(codes: npt.NDArray[np.uint32], bits: int) -> Words:
 
 # ---- trials ----------------------------------------------------------------------------------------------------------
 
-_BITS = {"bf16": 16, "fp16": 16, "e4m3": 8}
+_BITS = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8}  # of b; a is of the same format, or E4M3 beside E5M2
 # A term of a sum loses at most this part of the sum of magnitudes: E4M3 sums are kept short.
-_LOSS = {"bf16": 2.0**-22, "fp16": 2.0**-22, "e4m3": 2.0**-12}
+_LOSS = {"bf16": 2.0**-22, "fp16": 2.0**-22, "e4m3": 2.0**-12, "e5m2": 2.0**-12}
 
 
-def _values(rng: np.random.Generator, shape: tuple[int, ...], exact: bool) -> Numbers:
-    """Small integers; or numbers of 4 significant bits and many sizes, which all formats hold."""
+def _values(rng: np.random.Generator, shape: tuple[int, ...], exact: bool, form: str) -> Numbers:
+    """Small integers; or numbers of 4 significant bits, of E5M2 3, and many sizes, which all formats hold."""
     if exact:
         return rng.integers(-8, 9, shape).astype(np.float64)
     sign = rng.integers(0, 2, shape) * 2 - 1
-    return sign * rng.integers(8, 16, shape) * 2.0 ** (rng.integers(-3, 4, shape) - 3)
+    most = 8 if form == "e5m2" else 16
+    return sign * rng.integers(most // 2, most, shape) * 2.0 ** (rng.integers(-3, 4, shape) - 3)
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,8 @@ def _wgmma_forms(name: str) -> list[_Form]:
         ]  # fmt: skip
     else:
         forms = [_Form(advance=2), _Form(keeps=False)]
+    if form == "e5m2":
+        return [*forms, _Form(swizzle=0, leading=128, stride=256), _Form(swizzle=0, exact=False)]
     if n in ("8", "16"):
         forms.append(_Form(stride=2048) if n == "16" else _Form(exact=False))
     return forms
@@ -241,12 +244,13 @@ def _wgmma_trial(name: str, form: _Form, rng: np.random.Generator) -> Trial:
     _, kind, n_text, source, a_major, b_major = name.split("_")
     n, bits = int(n_text), _BITS[kind]
     depth = 256 // bits
-    a, b = _values(rng, (64, depth), form.exact), _values(rng, (n, depth), form.exact)
+    a_kind = "e4m3" if kind == "e5m2" else kind
+    a, b = _values(rng, (64, depth), form.exact, a_kind), _values(rng, (n, depth), form.exact, kind)
     a_layout = _layout(form, 0, a_major == "mn")
     b_layout = _layout(form, 16384 if form.stride == 2048 else 8192, b_major == "mn")
     image = np.full(IMAGE_BYTES, 255, dtype=np.uint8)
     if source == "s":
-        put(image, a_layout.addresses(64, depth, bits // 8), codes_of(a, kind), bits // 8)
+        put(image, a_layout.addresses(64, depth, bits // 8), codes_of(a, a_kind), bits // 8)
     put(image, b_layout.addresses(n, depth, bits // 8), codes_of(b, kind), bits // 8)
     row, column = accumulator_rows_columns(n)
     before = np.zeros((64, n))
@@ -256,7 +260,7 @@ def _wgmma_trial(name: str, form: _Form, rng: np.random.Generator) -> Trial:
     head = np.zeros(8, dtype=np.uint32)
     head[:4] = np.array([a_layout.descriptor, b_layout.descriptor], dtype=np.uint64).view(np.uint32)
     head[4] = form.keeps
-    given = np.concatenate([head, a_registers(codes_of(a, kind), bits).reshape(-1), image.view(np.uint32)])
+    given = np.concatenate([head, a_registers(codes_of(a, a_kind), bits).reshape(-1), image.view(np.uint32)])
     words = d[row, column].astype(np.float32).view(np.uint32).reshape(-1)
     if form.exact:
         return Trial(given, words, notes=str(form))
@@ -265,7 +269,7 @@ def _wgmma_trial(name: str, form: _Form, rng: np.random.Generator) -> Trial:
 
 
 def _wgmma_groups(rng: np.random.Generator) -> Trial:
-    a, b = _values(rng, (64, 64), True), _values(rng, (8, 64), True)
+    a, b = _values(rng, (64, 64), True, "bf16"), _values(rng, (8, 64), True, "bf16")
     image = np.full(IMAGE_BYTES, 255, dtype=np.uint8)
     layouts = Layout(0, 0, 1024, 3), Layout(8192, 0, 1024, 3)
     for layout, matrix in zip(layouts, (a, b), strict=True):

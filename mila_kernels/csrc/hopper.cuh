@@ -780,3 +780,35 @@ DEVICE void wgmma_k32_e4m3(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b
   emu::wgmma(emu::Wgmma::e4m3_k32, N, d, a, 0, b, false, false, scale_d, site);
 #endif
 }
+
+#ifdef __CUDACC__
+#define MK_D12 MK_D8 ", " \
+  "%8, %9, %10, %11"
+#define MK_D24 MK_D16 ", " \
+  "%16, %17, %18, %19, %20, %21, %22, %23"
+#define MK_F12(i) MK_F8(i), MK_F4(i + 8)
+#define MK_F24(i) MK_F16(i), MK_F8(i + 16)
+#define MK_WGMMA_RS_E5M2(N_, R, p0, p1, p2, p3, p4, p5)                                                               \
+  if constexpr (N == N_)                                                                                              \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #p5 ", 0;\n\t"                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N_ "k32.f32.e4m3.e5m2 {" MK_D##R "}, {%" #p0 ", %" #p1         \
+                 ", %" #p2 ", %" #p3 "}, %" #p4 ", p, 1, 1;\n\t}"                                                   \
+                 : MK_F##R(0)                                                                                         \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d));
+#endif
+
+// The same with b of E5M2, whose numbers are the upper bytes of FP16's.
+template <int N>
+DEVICE void wgmma_k32_e4m3_e5m2(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int scale_d MK_SITE) {
+  static_assert(N == 8 || N == 16 || N == 24 || N == 32 || N == 48 || N == 64);
+#ifdef __CUDACC__
+  MK_WGMMA_RS_E5M2(8, 4, 4, 5, 6, 7, 8, 9)
+  MK_WGMMA_RS_E5M2(16, 8, 8, 9, 10, 11, 12, 13)
+  MK_WGMMA_RS_E5M2(24, 12, 12, 13, 14, 15, 16, 17)
+  MK_WGMMA_RS_E5M2(32, 16, 16, 17, 18, 19, 20, 21)
+  MK_WGMMA_RS_E5M2(48, 24, 24, 25, 26, 27, 28, 29)
+  MK_WGMMA_RS_E5M2(64, 32, 32, 33, 34, 35, 36, 37)
+#else
+  emu::wgmma(emu::Wgmma::e4m3_e5m2_k32, N, d, a, 0, b, false, false, scale_d, site);
+#endif
+}

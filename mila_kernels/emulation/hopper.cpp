@@ -525,8 +525,14 @@ void check_operand(Worker& w, uint32_t group, const char* name, uint64_t bits, b
     }
 }
 
+bool of_bytes(Wgmma type) { return type == Wgmma::e4m3_k32 || type == Wgmma::e4m3_e5m2_k32; }
+
 void unpack_piece(Wgmma type, const char* from, float* to, uint32_t stride) {
   for (uint32_t i = 0; i < 16; ++i) {
+    if (type == Wgmma::e4m3_e5m2_k32) {  // E5M2 is the upper half of FP16
+      to[i * stride] = half_value(static_cast<uint16_t>(static_cast<uint8_t>(from[i]) << 8));
+      continue;
+    }
     if (type == Wgmma::e4m3_k32) {
       to[i * stride] = e4m3_value(static_cast<uint8_t>(from[i]));
       continue;
@@ -555,7 +561,7 @@ EMU_CLONES void multiply_group(float* d, const float* a, const float* b, uint32_
 }
 
 void multiply_product(Worker& w, const Product& p) {
-  const uint32_t depth = p.type == Wgmma::e4m3_k32 ? 32 : 16, per_piece = depth / 2, n = p.n;
+  const uint32_t depth = of_bytes(p.type) ? 32 : 16, per_piece = depth / 2, n = p.n;
   static thread_local std::vector<float> a_storage, b_storage;
   std::vector<float>&a = a_storage, &b = b_storage;
   a.resize(64 * depth);
@@ -574,7 +580,7 @@ void multiply_product(Worker& w, const Product& p) {
       for (uint32_t j = 0; j < 4; ++j) {
         const uint32_t row = i / 32 * 16 + i % 32 / 4 + 8 * (j & 1), column = packed * (i % 4 + 4 * (j >> 1));
         const uint32_t word = p.a_registers[i * 4 + j];
-        unpack(p.type == Wgmma::e4m3_k32   ? Mma::e4m3_16832
+        unpack(of_bytes(p.type)            ? Mma::e4m3_16832
                : p.type == Wgmma::bf16_k16 ? Mma::bf16_16816
                                            : Mma::f16_16816,
                word, &a[row * depth + column]);

@@ -39,7 +39,7 @@ namespace emu {
 
 constexpr uint64_t TENSOR_MAP = 0x70616d726f736e74u;
 
-enum class Wgmma : int { bf16_k16, f16_k16, e4m3_k32 };
+enum class Wgmma : int { bf16_k16, f16_k16, e4m3_k32, e4m3_e5m2_k32 };  // the last: b of E5M2
 
 void mbarrier_init(uint32_t barrier, uint32_t count, Site site);
 void mbarrier_inval(uint32_t barrier, Site site);

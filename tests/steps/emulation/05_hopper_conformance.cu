@@ -87,6 +87,13 @@ DEVICE void run_rs_e4m3(const uint32_t* in, uint32_t* out, Smem& smem) {
   });
 }
 
+template <int N>
+DEVICE void run_rs_e5m2(const uint32_t* in, uint32_t* out, Smem& smem) {
+  run_wgmma<N>(in, out, smem, [](float(&d)[N / 2], const uint32_t(&a)[4], uint64_t, uint64_t b, int scale_d) {
+    wgmma_k32_e4m3_e5m2<N>(d, a, b, scale_d);
+  });
+}
+
 // Two groups in flight on accumulators of their own, then a chain of two products; kept apart in `out`.
 DEVICE void run_wgmma_groups(const uint32_t* in, uint32_t* out, Smem& smem) {
   copy(smem.image, in + 8 + 4 * THREADS, IMAGE_WORDS);
@@ -331,6 +338,18 @@ __global__ void __launch_bounds__(THREADS, 1)
       return run_tensor_store(map, args, in, smem);
     case 36:  // cp_async_arrive
       return run_cp_async_arrive(in, out, smem);
+    case 37:  // wgmma_e5m2_8_r_k_k
+      return run_rs_e5m2<8>(in, out, smem);
+    case 38:  // wgmma_e5m2_16_r_k_k
+      return run_rs_e5m2<16>(in, out, smem);
+    case 39:  // wgmma_e5m2_24_r_k_k
+      return run_rs_e5m2<24>(in, out, smem);
+    case 40:  // wgmma_e5m2_32_r_k_k
+      return run_rs_e5m2<32>(in, out, smem);
+    case 41:  // wgmma_e5m2_48_r_k_k
+      return run_rs_e5m2<48>(in, out, smem);
+    case 42:  // wgmma_e5m2_64_r_k_k
+      return run_rs_e5m2<64>(in, out, smem);
     case 34:  // elect: how many are elected, and whether twice the same
     {
       const bool first = elect_sync(ALL_LANES), again = elect_sync(ALL_LANES);
