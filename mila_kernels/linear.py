@@ -155,7 +155,8 @@ class Fp4Weight:
         codes = torch.empty(tiles, groups, TILE_ROWS * KERNEL_GROUP // 2, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(tiles, TILE_ROWS * self.k):
             nibbles = _unpack_rows(_padded_rows(self.codes, some))
-            codes[some] = _words_to_bytes(FP4_LAYOUTS[layout].pack(_fragments(nibbles))).view(-1, *codes.shape[1:])
+            words = FP4_LAYOUTS[layout].pack(FP4_LAYOUTS[layout].order(nibbles))
+            codes[some] = _words_to_bytes(words).view(-1, *codes.shape[1:])
         scales = _padded_rows(self.scales, slice(0, tiles)).view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
         return replace(self, codes=codes, scales=scales, layout=layout, _shuffled={})
 
@@ -170,8 +171,8 @@ class Fp4Weight:
         out = torch.empty(self.codes.shape[0] * TILE_ROWS, self.k, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(self.codes.shape[0], TILE_ROWS * self.k):
             words = _bytes_to_words(self.codes[some])
-            codes = FP4_LAYOUTS[self.layout].unpack(words)
-            out[some.start * TILE_ROWS : some.stop * TILE_ROWS] = _unfragment(codes, self.k)
+            layout = FP4_LAYOUTS[self.layout]
+            out[some.start * TILE_ROWS : some.stop * TILE_ROWS] = layout.restore(layout.unpack(words), self.k)
         return out[: self.n]
 
     def _row_scales(self) -> torch.Tensor:
@@ -282,12 +283,27 @@ def _unfragment(fragments: torch.Tensor, k: int) -> torch.Tensor:
     return fragments.reshape(-1, k // 64, 8, 4, 4, 2, 2, 2).permute(0, 6, 2, 1, 3, 4, 5, 7).reshape(-1, k)
 
 
+def _byte_fragments(rows: torch.Tensor) -> torch.Tensor:
+    """Elements ``[16 tiles, k]`` in the order of wgmma's A operand of 8-bit numbers: ``[tiles, k/64, lane, step, 16
+    columns, register, byte]``. Of every 16 columns lane 4g + t owns the four from 4t, of rows g and g + 8."""
+    k = rows.shape[1]
+    return rows.view(-1, 2, 8, k // 64, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 5, 1, 7).contiguous().view(-1, 2, 4)
+
+
+def _from_byte_fragments(fragments: torch.Tensor, k: int) -> torch.Tensor:
+    """The inverse of :func:`_byte_fragments`."""
+    return fragments.reshape(-1, k // 64, 8, 4, 2, 2, 2, 4).permute(0, 6, 2, 1, 4, 5, 3, 7).reshape(-1, k)
+
+
 @dataclass(frozen=True)
 class _WordLayout:
-    """How the 8 codes of one A operand, ``[..., 4 registers, 2 halves]``, lie in a 32-bit word (here in an int64)."""
+    """How 8 codes, ``[..., registers, codes of a register]``, lie in a 32-bit word (here in an int64), and which they
+    are."""
 
     pack: Callable[[torch.Tensor], torch.Tensor]
     unpack: Callable[[torch.Tensor], torch.Tensor]
+    order: Callable[[torch.Tensor], torch.Tensor] = _fragments
+    restore: Callable[[torch.Tensor, int], torch.Tensor] = _unfragment
 
 
 def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -318,15 +334,27 @@ def _unfold(word: Any) -> list[Any]:
     return [part & _BF16_BITS for part in (word, word << 6, rotated, word >> 6 ^ word << 2)]
 
 
+_E4M3_BITS = 0x9C9C9C9C  # of four E4M3: the sign, the two lowest bits of the exponent, the highest of the mantissa
+
+
+def _unfold_bytes(word: Any) -> list[Any]:
+    """The two registers of a word whose codes become E4M3, as the kernels make them: four operations for eight weights.
+
+    A code's sign, exponent and mantissa stand where E4M3 has them, with everything else zero: the value x 2^-6.
+    """
+    return [word & _E4M3_BITS, (word >> 2 ^ word << 2) & _E4M3_BITS]
+
+
 @functools.cache
-def _folding() -> tuple[tuple[int, int, int], ...]:
-    """The inverse of :func:`_unfold` over GF(2): (register, mask, left shift) of the terms whose XOR is the word."""
-    places = [bit for bit in range(32) if _BF16_BITS >> bit & 1]
+def _folding(unfold: Callable[[Any], list[Any]], kept: int) -> tuple[tuple[int, int, int], ...]:
+    """The inverse of ``unfold``, which keeps the bits ``kept`` of each register, over GF(2): (register, mask, left
+    shift) of the terms whose XOR is the word."""
+    places = [bit for bit in range(32) if kept >> bit & 1]
     rows = []  # per register bit: which bits of the word it is the XOR of, and in the high half which one it is
-    for register in range(4):
+    for register in range(32 // len(places)):
         for place in places:
-            sources = sum((_unfold(1 << bit)[register] >> place & 1) << bit for bit in range(32))
-            rows.append(sources | 1 << 32 + 8 * register + places.index(place))
+            sources = sum((unfold(1 << bit)[register] >> place & 1) << bit for bit in range(32))
+            rows.append(sources | 1 << 32 + len(places) * register + places.index(place))
     for bit in range(32):
         pivot = next(i for i in range(bit, 32) if rows[i] >> bit & 1)
         rows[bit], rows[pivot] = rows[pivot], rows[bit]
@@ -334,8 +362,8 @@ def _folding() -> tuple[tuple[int, int, int], ...]:
     terms: dict[tuple[int, int], int] = {}
     for bit in range(32):
         for source in (i for i in range(32) if rows[bit] >> 32 + i & 1):
-            place = places[source % 8]
-            terms[source // 8, bit - place] = terms.get((source // 8, bit - place), 0) | 1 << place
+            register, place = source // len(places), places[source % len(places)]
+            terms[register, bit - place] = terms.get((register, bit - place), 0) | 1 << place
     return tuple((register, mask, shift) for (register, shift), mask in terms.items())
 
 
@@ -343,9 +371,19 @@ def _pack_folded(codes: torch.Tensor) -> torch.Tensor:
     """The words that :func:`_unfold` turns into the registers of the codes."""
     sign_and_rest = codes.long()
     bits = (sign_and_rest >> 3) << 15 | (sign_and_rest & 7) << 6
-    registers = bits[..., 0] | bits[..., 1] << 16
-    word = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
-    for register, mask, shift in _folding():
+    return _fold(bits[..., 0] | bits[..., 1] << 16, _folding(_unfold, _BF16_BITS))
+
+
+def _pack_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """The words that :func:`_unfold_bytes` turns into the registers of the codes."""
+    bits = (codes.long() >> 3) << 7 | (codes.long() & 7) << 2
+    registers = bits[..., 0] | bits[..., 1] << 8 | bits[..., 2] << 16 | bits[..., 3] << 24
+    return _fold(registers, _folding(_unfold_bytes, _E4M3_BITS))
+
+
+def _fold(registers: torch.Tensor, folding: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    word = torch.zeros(registers.shape[:-1], dtype=torch.int64, device=registers.device)
+    for register, mask, shift in folding:
         term = registers[..., register] & mask
         word ^= term << shift if shift >= 0 else term >> -shift
     return word
@@ -357,11 +395,18 @@ def _unpack_folded(words: torch.Tensor) -> torch.Tensor:
     return (halves >> 12 & 8 | halves >> 6 & 7).to(torch.uint8)
 
 
+def _unpack_bytes(words: torch.Tensor) -> torch.Tensor:
+    registers = torch.stack(_unfold_bytes(words), -1)
+    values = torch.stack([registers >> 8 * byte & 0xFF for byte in range(4)], -1)
+    return (values >> 4 & 8 | values >> 2 & 7).to(torch.uint8)
+
+
 FP4_LAYOUTS: dict[str, _WordLayout] = {
     "fragments": _WordLayout(_pack_nibbles, _unpack_nibbles),
     "folded": _WordLayout(_pack_folded, _unpack_folded),
+    "bytes": _WordLayout(_pack_bytes, _unpack_bytes, _byte_fragments, _from_byte_fragments),
 }
-LAYOUT_CODES = {"rows": 0, "fragments": 1, "folded": 2}
+LAYOUT_CODES = {"rows": 0, "fragments": 1, "folded": 2, "bytes": 3}
 
 
 def step_layout(step: steps.Step) -> str:
