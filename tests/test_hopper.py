@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,7 +107,9 @@ def test_twins_give_what_the_gpu_gave() -> None:
 def test_one_wrong_output_is_noticed(name: str) -> None:
     for trial in record.trials(name):
         changed = trial.words.copy()
-        changed[len(changed) // 3] ^= 0x00C0_0000
+        # of sums with a tolerance the largest, as a small one may lie within it
+        at = len(changed) // 3 if trial.exact is None else int(np.argmax(np.abs(trial.exact)))
+        changed[at] ^= 0x00C0_0000
         assert record.difference(name, trial, changed, trial.words).startswith(name)
         assert record.digest(changed) != record.digest(trial.words)
 

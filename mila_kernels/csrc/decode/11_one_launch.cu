@@ -333,16 +333,17 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
       if (n * 8 + 2 * t < slot_rows(args))
         st_shared_cluster_v4_f32(there + (m * NT + n) * WARP * sizeof(float4),
                                  {o_regs[m][n][0], o_regs[m][n][1], o_regs[m][n][2], o_regs[m][n][3]});
-  __syncwarp();
-  if (lane < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(smem_u32(&smem.o_ready), lane));
+  // Every lane says so where it has sent: racecheck does not follow one lane that speaks for its warp.
+  const uint32_t o_ready = smem_u32(&smem.o_ready);
+  if (lane % LANES < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_ready, lane % LANES));
+  mbarrier_arrive_cluster(mapa_shared_cluster(o_ready, to));
   mbarrier_wait_cluster(smem_u32(&smem.o_ready), turn & 1);
   mbarrier_wait(smem_u32(&smem.slots_full[turn & 1]), turn >> 1 & 1);
   merge_columns<G, NT>(smem, args, work);
   if (!work.more) return;
   // Nobody may send the next piece's before all have read these.
-  __syncwarp();
   const uint32_t o_done = smem_u32(&smem.o_done);
-  if (lane < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_done, lane));
+  for (int block = 0; block < blocks; ++block) mbarrier_arrive_cluster(mapa_shared_cluster(o_done, block));
   mbarrier_wait_cluster(o_done, turn & 1);
 }
 
@@ -386,7 +387,10 @@ DEVICE void prepare(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
     mbarrier_init(smem_u32(&smem.work_empty[lane]), G::WARPS);
     mbarrier_init(smem_u32(&smem.slots_full[lane]), 1);
   }
-  if (lane < 2) mbarrier_init(smem_u32(lane == 0 ? &smem.o_ready : &smem.o_done), G::WARPS * blocks);
+  if (lane == 0) {  // lanes: of the warps that send columns here, and one for the sums of each row and block; all
+    mbarrier_init(smem_u32(&smem.o_ready), G::THREADS + blocks * 8 * NT);
+    mbarrier_init(smem_u32(&smem.o_done), G::THREADS * blocks);
+  }
   fence_mbarrier_init();
   __syncwarp();
 }
@@ -445,6 +449,7 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
     griddepcontrol_launch_dependents();
     produce<G, NT>(smem, k_map, v_map, args, blockIdx.x / blocks, gridDim.x / blocks);
     barrier_cluster_wait();
+    barrier_cluster_arrive();  // at the consumers' last barrier
     return;
   }
   bar_sync(MADE, ALL);
@@ -462,6 +467,9 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
     __syncwarp();
     if (threadIdx.x % WARP == 0) mbarrier_arrive(smem_u32(&smem.work_empty[turn & 1]));
   }
+  // All that was sent has been read: for racecheck, which has this from no mbarrier.
+  barrier_cluster_arrive();
+  barrier_cluster_wait();
 }
 
 // How many blocks share a head: as many as a cluster may have, unless there are heads enough for fewer.

@@ -369,16 +369,17 @@ DEVICE void multiply_piece(Smem<G, NT>& smem, Ring<STAGES<G>>& ring, const Decod
         if (n * 4 + t < slices.pairs)
           st_shared_cluster_v4_f32(there + slices.item(warp, m, g, n * 4 + t) * sizeof(float4),
                                    {o_regs[m][n][0], o_regs[m][n][1], o_regs[m][n][2], o_regs[m][n][3]});
-    __syncwarp();
-    if (lane < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(smem_u32(&smem.o_ready), lane));
+    // Every lane says so where it has sent: racecheck does not follow one lane that speaks for its warp.
+    const uint32_t o_ready = smem_u32(&smem.o_ready);
+    if (lane % LANES < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_ready, lane % LANES));
+    mbarrier_arrive_cluster(mapa_shared_cluster(o_ready, to));
     mbarrier_wait_cluster(smem_u32(&smem.o_ready), turn & 1);
     mbarrier_wait(smem_u32(&smem.slots_full[turn & 1]), turn >> 1 & 1);
     merge_slice<G, NT>(smem, args, work);
     if (!work.more) return;
     // Nobody may send the next piece's before all have read these.
-    __syncwarp();
     const uint32_t o_done = smem_u32(&smem.o_done);
-    if (lane < blocks) mbarrier_arrive_cluster(mapa_shared_cluster(o_done, lane));
+    for (int block = 0; block < blocks; ++block) mbarrier_arrive_cluster(mapa_shared_cluster(o_done, block));
     mbarrier_wait_cluster(o_done, turn & 1);
   }
 }
@@ -423,7 +424,10 @@ DEVICE void prepare(Smem<G, NT>& smem, const CUtensorMap& k_map, const CUtensorM
     mbarrier_init(smem_u32(&smem.work_empty[lane]), G::WARPS);
     mbarrier_init(smem_u32(&smem.slots_full[lane]), 1);
   }
-  if (lane < 2) mbarrier_init(smem_u32(lane == 0 ? &smem.o_ready : &smem.o_done), G::WARPS * blocks);
+  if (lane == 0) {  // lanes: of the warps that send columns here, and one for the sums of each row and block; all
+    mbarrier_init(smem_u32(&smem.o_ready), G::THREADS + blocks * 8 * NT);
+    mbarrier_init(smem_u32(&smem.o_done), G::THREADS * blocks);
+  }
   fence_mbarrier_init();
   __syncwarp();
 }
@@ -504,7 +508,10 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
     griddepcontrol_wait();  // keys, values, queries and the workspace may be the work of the kernel before
     griddepcontrol_launch_dependents();
     produce<G, NT>(smem, k_map, v_map, args, unit);
-    if constexpr (TOGETHER<NT>) barrier_cluster_wait();
+    if constexpr (TOGETHER<NT>) {
+      barrier_cluster_wait();
+      barrier_cluster_arrive();  // at the consumers' last barrier
+    }
     return;
   }
   bar_sync(MADE, ALL);
@@ -534,6 +541,11 @@ __global__ void __launch_bounds__((WARPS<HS> + 1) * WARP, 1)
     if (!work.more) break;
     __syncwarp();
     if (threadIdx.x % WARP == 0) mbarrier_arrive(smem_u32(&smem.work_empty[turn & 1]));
+  }
+  // All that was sent has been read: for racecheck, which has this from no mbarrier.
+  if constexpr (TOGETHER<NT>) {
+    barrier_cluster_arrive();
+    barrier_cluster_wait();
   }
 }
 
