@@ -1779,6 +1779,7 @@ void yield() {
   if (++w.sleeps > patience)
     report("deadlock: " + who(t) + " sleeps again and again, and nobody else goes on, " +
            where({{nullptr, 0}, reinterpret_cast<uintptr_t>(__builtin_return_address(0))}) + stuck(w));
+  if (w.uses_hopper && w.random.next() >> 31) land_a_copy(w);  // who sleeps does not keep copies from landing
   w.current_warp = w.random.next() % w.launch->all_warps;
   wait_turn(t);
 }
