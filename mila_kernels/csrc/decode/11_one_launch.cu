@@ -10,9 +10,9 @@
 // Verdict: kept for more than 8 rows: 3 to 5 us faster than 10. With 2 rows it is slower. The GPU runs 15 clusters of
 //   8 at once, not 16: in the first form the 16th was a second wave; the launcher asks now. Of the 12.4 us, 1.2 find
 //   the work, 2.2 bring the first tile, 1.5 are the way through the cluster, 0.9 a fence and a counter, and 2.9 the
-//   last block's merge. racecheck reports what the other blocks send as races with its reading. The order is a release
-//   and an acquire of the cluster at the reader's mbarrier; by the emulation's vector clocks there is no race: taken for
-//   a limit of the tool, which has no barrier of the whole cluster to go by here.
+//   last block's merge. racecheck follows what blocks send each other where
+//   each lane arrives itself at the reader's mbarrier and the cluster meets at its end; where one lane arrived for its
+//   warp, or nobody met, it reported each store, ordered as it was by the memory model and by the emulation's clocks.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
