@@ -7,12 +7,12 @@
 // Measured: H200, 2026-11-29, 16 heads on 1, 4K / 32K / 128K keys 12.4 / 27.7 / 73.7 us, E4M3 10.8 / 21.5 / 45.7; 8
 //   heads on 4, 28K 73.2 (clusters of 4: 61.5, of 2: 65.0, of 1: 83.7), batch 16 844. One other form measured: O read
 //   out of the other blocks' shared memory, 16 clusters of 8: 19.4 / 37.6 / 95.2.
-// Verdict: kept for more than 8 rows: 3 to 5 us faster than 10. With 2 rows it is slower. The GPU runs 15 clusters of
-//   8 at once, not 16: in the first form the 16th was a second wave; the launcher asks now. Of the 12.4 us, 1.2 find
-//   the work, 2.2 bring the first tile, 1.5 are the way through the cluster, 0.9 a fence and a counter, and 2.9 the
-//   last block's merge. racecheck follows what blocks send each other where
-//   each lane arrives itself at the reader's mbarrier and the cluster meets at its end; where one lane arrived for its
-//   warp, or nobody met, it reported each store, ordered as it was by the memory model and by the emulation's clocks.
+// Verdict: kept for more than 8 rows: 3 to 5 us faster than 10. With 2 rows it is slower. The GPU runs 15 clusters
+//   of 8 at once, not 16: in the first form the 16th was a second wave; the launcher asks now. Of the 12.4 us, 1.2
+//   find the work, 2.2 bring the first tile, 1.5 are the way through the cluster, 0.9 a fence and a counter, and 2.9
+//   the last block's merge. racecheck follows what blocks send each other where each lane arrives itself at the
+//   reader's mbarrier and the cluster meets at its end; where one lane arrived for its warp, or nobody met, it
+//   reported each store, ordered as it was by the memory model and by the emulation's clocks.
 // Architectures: sm_90a sm_100a
 // Alignment: 16
 // Head dims: 64 128 256 512
