@@ -187,13 +187,19 @@ def _time_token(names: Sequence[str], device: torch.device, seed: int) -> Iterat
         step = steps.step(name)
         if chain is None or linear.step_layout(step) != layout:
             chain = None  # frees the weights before the next are made
-            layout, chain = linear.step_layout(step), token_chain(device, step=step, seed=seed)
+            layout = linear.step_layout(step)
+            chain = token_chain(device, layout=layout, seed=seed)
         yield row(step, LAUNCHES[0], time_chain(chain, name, chained=False))
         if "griddepcontrol_wait" in step.source:
             yield row(step, LAUNCHES[1], time_chain(chain, name, chained=True))
     for persistent in one_launch_steps():
-        if chain is not None and layout == "folded" and build.device_misfit(persistent, device) is None:
-            yield row(persistent, LAUNCHES[2], time_one_launch(chain, persistent))
+        if build.device_misfit(persistent, device) is not None:
+            continue
+        if chain is None or linear.step_layout(persistent) != layout:
+            chain = None
+            layout = linear.step_layout(persistent)
+            chain = token_chain(device, layout=layout, seed=seed)
+        yield row(persistent, LAUNCHES[2], time_one_launch(chain, persistent))
 
 
 # ---- real weights ----

@@ -111,7 +111,8 @@ class OneLaunch:
     def __init__(self, chain: TokenChain, step: steps.Step | None = None) -> None:
         self.chain = chain
         self.step = step or one_launch_step()
-        self.fp4 = [w for w in chain.weights if isinstance(w, Fp4Weight)]
+        self.layout = linear.step_layout(self.step)
+        self.fp4 = [w.in_layout(self.layout) for w in chain.weights if isinstance(w, Fp4Weight)]
         self.rest = list(chain.weights[len(self.fp4) :])
         if not 1 <= len(self.fp4) <= MOST_MATVECS or any(isinstance(w, Fp4Weight) for w in self.rest):
             raise ValueError(f"chain: the first 1 to {MOST_MATVECS} of its weights must be the FP4 ones")
@@ -127,8 +128,8 @@ class OneLaunch:
         for i, (w, y) in enumerate(zip(self.fp4, self.outputs.split([w.n for w in self.fp4]), strict=True)):
             groups, tiles = w.k // linear.KERNEL_GROUP, w.n // linear.TILE_ROWS
             chunks = -(-groups // CHUNK_GROUPS)
-            if x.dtype != torch.bfloat16 or w.scales.dtype != torch.bfloat16 or w.layout != "folded":
-                raise ValueError(f"chain: matvec {i} must have BF16 activations and scales, and codes in layout folded")
+            if x.dtype != torch.bfloat16 or w.scales.dtype != torch.bfloat16:
+                raise ValueError(f"chain: matvec {i} must have BF16 activations and scales")
             fits = w.k <= x.numel() and w.n % linear.TILE_ROWS == 0 and tiles <= MOST_TILES
             if not fits or groups % (2 * chunks) or chunks > MAX_CHUNKS:
                 raise ValueError(
@@ -222,18 +223,20 @@ def token_chain(
     device: torch.device | str,
     *,
     step: str | steps.Step | None = None,
+    layout: str | None = None,
     layers: int = LAYERS,
     lm_head: bool = True,
     seed: int = 0,
     shrink: int = 1,
 ) -> TokenChain:
-    """Random weights for a token's matvecs, in the layout of ``step``, scaled so that activations keep their size.
+    """Random weights for a token's matvecs, scaled so that activations keep their size, in ``layout`` or in that of
+    ``step``.
 
     ``shrink`` divides every dimension (in multiples of 128), for runs in emulation.
     """
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    layout = linear.step_layout(linear.fitting_step("matvec_fp4", step, torch.bfloat16, device))
+    layout = layout or linear.step_layout(linear.fitting_step("matvec_fp4", step, torch.bfloat16, device))
     weights: list[Fp4Weight | Fp8Weight] = []
     for name in layer_names(layers):
         n, k = _shrunk(name, shrink)

@@ -39,7 +39,7 @@ def test_each_matvec_is_fed_with_the_one_before(device: torch.device) -> None:
     assert 0.3 < float(x.std()) < 3, "activations keep their size"
 
 
-SMALL_CHAIN = ((512, 256), (256, 512), (4096, 256), (256, 4096), (1024, 256), (272, 1024))  # [n, k] of each
+SMALL_CHAIN = ((512, 256), (256, 512), (4608, 256), (256, 4608), (1024, 256), (272, 1024))  # [n, k] of each
 
 
 def one_launch(device: torch.device, step: steps.Step, large: bool = False) -> OneLaunch:
