@@ -123,11 +123,11 @@ class Fp4Weight:
         return out
 
     def shuffle(self, for_step: str | steps.Step | None = None) -> Fp4Weight:
-        """The same weight in the layout that a step reads (None: the fastest step of this device).
+        """The same weight in the layout that a step reads (None: the fastest step of this device for one row).
 
         It is made once and remembered by the weight; drop the weight and keep the result to have one copy only.
         """
-        step = steps.choose("matvec_fp4", for_step, lambda s: build.device_misfit(s, self.device))
+        step = steps.choose("matvec_fp4", for_step, lambda s: build.device_misfit(s, self.device), rows=1)
         return self.in_layout(step_layout(step))
 
     def in_layout(self, layout: str) -> Fp4Weight:
@@ -702,7 +702,7 @@ def _resolve_step(
         _check_bias(bias, x, w)
     if torch.compiler.is_compiling():
         return _step_to_compile(op, step.id if isinstance(step, steps.Step) else step, x.dtype, x.device)
-    chosen = fitting_step(op, step, x.dtype, x.device)
+    chosen = fitting_step(op, step, x.dtype, x.device, max(1, x.shape[0]))
     check_alignment(chosen, x)
     return chosen.id, step_layout(chosen)
 
@@ -714,15 +714,18 @@ def _step_to_compile(op: str, step: str | None, dtype: torch.dtype, device: torc
     return chosen.id, step_layout(chosen)
 
 
-def fitting_step(op: str, step: str | steps.Step | None, dtype: torch.dtype, device: torch.device) -> steps.Step:
-    """The step asked for, or the fastest, that runs on the device and takes activations of the dtype."""
+def fitting_step(
+    op: str, step: str | steps.Step | None, dtype: torch.dtype, device: torch.device, rows: int | None = None
+) -> steps.Step:
+    """The step asked for, or the fastest for so many rows (None: for any number), that runs on the device and takes
+    activations of the dtype."""
 
     def misfit(s: steps.Step) -> str | None:
         if dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] not in s.dtypes:
             return f"x: dtype {dtype} must be one of {', '.join(s.dtypes)}"
         return build.device_misfit(s, device)
 
-    return steps.choose(op, step, misfit)
+    return steps.choose(op, step, misfit, rows)
 
 
 def check_alignment(step: str | steps.Step, x: torch.Tensor) -> None:

@@ -22,7 +22,9 @@ DTYPES = ("bf16", "fp16")
 ALIGNMENT = 16
 
 _REQUIRED = ("Change", "Prediction", "Measured", "Verdict")
-_OPTIONAL = ("Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound", "Rows", "Instances")
+_OPTIONAL = (
+    "Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound", "Rows", "Most rows", "Instances",
+)  # fmt: skip
 _FILE_NAME = re.compile(r"(\d+)_(\w+)\.cu")
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)([af]?)")
 _DROPPED = ("failed", "rejected", "slower", "dropped", "ablation")
@@ -37,6 +39,7 @@ class Step:
     ``alignment`` is in bytes: what the addresses and strides of its tensors must be multiples of. ``bound`` is the
     relative L2 error that a step declares for itself, with its reason, where it cannot hold its op's; else None.
     ``rows`` is the fewest query rows a KV head has for the step to be chosen by itself: with fewer another is faster.
+    ``most_rows`` is the most rows, in a matvec of activations, for which a step is chosen by itself; None: any number.
     ``instances`` names arguments; a library may be built for one value of each (``-DONLY_HEAD_DIM=512``), in a fraction
     of the time that all take.
     """
@@ -57,6 +60,7 @@ class Step:
     alignment: int = ALIGNMENT
     bound: float | None = None
     rows: int = 1
+    most_rows: int | None = None
     instances: tuple[str, ...] = ()
 
     @property
@@ -175,11 +179,9 @@ def step(name: str | Step) -> Step:
 
 def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None], rows: int | None = None) -> Step:
     """The step asked for; without one the fastest that fits: of the kept ones, and with ``rows`` of those for so many,
-    the last. ``misfit`` says why a step cannot run, or None. ValueError where the one asked for, or each, cannot."""
+    the last; without ``rows`` of those for any number. ``misfit`` says why a step cannot run, or None. ValueError where the one asked for, or each, cannot."""
     if name is None:
-        best_first = sorted(
-            steps(op), key=lambda s: (s.kept and (rows is None or rows >= s.rows), s.order), reverse=True
-        )
+        best_first = sorted(steps(op), key=lambda s: (s.kept and _is_for(s, rows), s.order), reverse=True)
         for candidate in best_first:
             if misfit(candidate) is None:
                 return candidate
@@ -191,6 +193,13 @@ def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None
     if reason:
         raise ValueError(f"step: {chosen.id} does not fit: {reason}")
     return chosen
+
+
+def _is_for(s: Step, rows: int | None) -> bool:
+    """Whether a step is one for so many rows; without a number, for any."""
+    if rows is None:
+        return s.most_rows is None
+    return s.rows <= rows <= (rows if s.most_rows is None else s.most_rows)
 
 
 def from_file(path: Path, op: str | None = None) -> Step:
@@ -221,6 +230,7 @@ def from_file(path: Path, op: str | None = None) -> Step:
         alignment=_number(path, "Alignment", fields.get("Alignment", str(ALIGNMENT))),
         bound=_bound(path, fields["Bound"]) if "Bound" in fields else None,
         rows=_number(path, "Rows", fields.get("Rows", "1")),
+        most_rows=_number(path, "Most rows", fields["Most rows"]) if "Most rows" in fields else None,
         instances=_list(path, fields, "Instances", ()) if "Instances" in fields else (),
     )
 

@@ -84,6 +84,36 @@ def test_few_rows_on_columns_that_come_out_even(step: str, m: int, n: int, k: in
             assert torch.equal(matvec(step, x, w), matvec(step, x, w))
 
 
+# One round in one straight line, of one, two and four passes; several rounds; groups that do not come out even.
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("n, k", [(90, 1024), (250, 3840), (40, 8192), (130, 8192), (40, 15360), (60, 640)])
+def test_x_as_sums_of_eight_bits(m: int, n: int, k: int, device: torch.device) -> None:
+    step = "matvec_fp4/20_fp8_products"
+    skip_unless_it_runs(step, device)
+    w = quantize_fp4(random((n, k), 3) / k**0.5, scale_dtype=(torch.float32, BF16)[m % 2]).to(device)
+    x, bias = random((m, k), 4, BF16), random((n,), 5, BF16).to(device)
+    sizes = torch.exp2(torch.randint(-60, 60, (m, k // 128), generator=torch.Generator().manual_seed(6)).float())
+    spread = torch.exp2(torch.randint(-10, 1, (m, k), generator=torch.Generator().manual_seed(7)).float())
+    for factor in (torch.ones(m, k), sizes.repeat_interleave(128, 1), spread, torch.full((m, k), 2.0**100)):
+        some = (x * factor).to(BF16).to(device)
+        y = matvec(step, some, w, bias=bias)
+        assert rel_l2(y, reference.matvec(some, w.dequantize(torch.float64), bias)) <= bound(y)
+    x = x.to(device)
+    want = matvec(step, x, w)
+    assert torch.equal(matvec(step, x, w, chained=True), want)
+    if device.type == "cpu":
+        with build.emulation(check=True, seed=m):
+            assert torch.equal(matvec(step, x, w), want)
+
+
+def test_a_step_for_few_rows_is_chosen_for_few_rows() -> None:
+    few = steps.step("matvec_fp4/20_fp8_products")
+    assert few.most_rows is not None
+    for rows, want in ((1, True), (few.most_rows, True), (few.most_rows + 1, False), (None, False)):
+        chosen = steps.choose("matvec_fp4", None, lambda s: None, rows)
+        assert (chosen.most_rows is not None) == want
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_check_mode_is_clean_and_seeds_agree(step: str) -> None:
     w, x = quantize(step, random((37, 768), 1)), random((3, 768), 2, BF16)
