@@ -23,7 +23,8 @@ ALIGNMENT = 16
 
 _REQUIRED = ("Change", "Prediction", "Measured", "Verdict")
 _OPTIONAL = (
-    "Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound", "Rows", "Most rows", "Instances",
+    "Architectures", "Head dims", "Dtypes", "Spills", "Predecessor", "Alignment", "Bound", "Rows", "Most rows",
+    "Instances",
 )  # fmt: skip
 _FILE_NAME = re.compile(r"(\d+)_(\w+)\.cu")
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)([af]?)")
@@ -179,7 +180,8 @@ def step(name: str | Step) -> Step:
 
 def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None], rows: int | None = None) -> Step:
     """The step asked for; without one the fastest that fits: of the kept ones, and with ``rows`` of those for so many,
-    the last; without ``rows`` of those for any number. ``misfit`` says why a step cannot run, or None. ValueError where the one asked for, or each, cannot."""
+    the last; without ``rows`` of those for any number. ``misfit`` says why a step cannot run, or None. ValueError where
+    the one asked for, or each, cannot."""
     if name is None:
         best_first = sorted(steps(op), key=lambda s: (s.kept and _is_for(s, rows), s.order), reverse=True)
         for candidate in best_first:
