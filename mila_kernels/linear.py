@@ -700,17 +700,18 @@ def _resolve_step(
     _check_activations(x, w)
     if bias is not None:
         _check_bias(bias, x, w)
+    rows = max(1, int(x.shape[0]))
     if torch.compiler.is_compiling():
-        return _step_to_compile(op, step.id if isinstance(step, steps.Step) else step, x.dtype, x.device)
-    chosen = fitting_step(op, step, x.dtype, x.device, max(1, x.shape[0]))
+        return _step_to_compile(op, step.id if isinstance(step, steps.Step) else step, x.dtype, x.device, rows)
+    chosen = fitting_step(op, step, x.dtype, x.device, rows)
     check_alignment(chosen, x)
     return chosen.id, step_layout(chosen)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _step_to_compile(op: str, step: str | None, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+def _step_to_compile(op: str, step: str | None, dtype: torch.dtype, device: torch.device, rows: int) -> tuple[str, str]:
     """A step's id and its layout, known while a compiler traces."""
-    chosen = fitting_step(op, step, dtype, device)
+    chosen = fitting_step(op, step, dtype, device, rows)
     return chosen.id, step_layout(chosen)
 
 
