@@ -227,7 +227,13 @@ def test_many_columns_in_check_mode(step: str, n: int, k: int) -> None:
 
 # One block with all columns, with more tiles than sums fit and with fewer; clusters of two; FP16 as two terms.
 @pytest.mark.parametrize(
-    "step", ["matvec_fp4/17_x_in_registers", "matvec_fp4/18_short_sums", "matvec_fp4/19_words_in_shared_memory"]
+    "step",
+    [
+        "matvec_fp4/17_x_in_registers",
+        "matvec_fp4/18_short_sums",
+        "matvec_fp4/19_words_in_shared_memory",
+        "matvec_fp4/21_second_tile_later",
+    ],
 )
 @pytest.mark.parametrize("n, k", [(600, 3840), (40, 2048), (140, 8192)])
 @pytest.mark.parametrize("m, dtype", [(8, BF16), (16, BF16), (11, BF16), (7, FP16)])
