@@ -87,9 +87,11 @@ def test_few_rows_on_columns_that_come_out_even(step: str, m: int, n: int, k: in
 # One round in one straight line, of one, two and four passes; several rounds; groups that do not come out even.
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("n, k", [(90, 1024), (250, 3840), (40, 8192), (130, 8192), (40, 15360), (60, 640)])
-def test_x_as_sums_of_eight_bits(m: int, n: int, k: int, device: torch.device) -> None:
+def test_x_as_sums_of_eight_bits(m: int, n: int, k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     step = "matvec_fp4/20_fp8_products"
     skip_unless_it_runs(step, device)
+    if device.type == "cpu":  # what sm_90 has, or four passes do not fit
+        monkeypatch.setattr(linear, "_device_limits", lambda device: (3, 227 * 1024))
     w = quantize_fp4(random((n, k), 3) / k**0.5, scale_dtype=(torch.float32, BF16)[m % 2]).to(device)
     x, bias = random((m, k), 4, BF16), random((n,), 5, BF16).to(device)
     sizes = torch.exp2(torch.randint(-60, 60, (m, k // 128), generator=torch.Generator().manual_seed(6)).float())

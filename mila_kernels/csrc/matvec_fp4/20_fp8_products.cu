@@ -306,40 +306,54 @@ DEVICE void split(uint2 (&terms)[TERMS], const uint4& x, float factor, bool fini
 }
 
 // A round is a tile of each half of a block, a pass HELD groups of each of a half's first `active` warps. Shared memory holds
-// x[warpgroups of a half][passes][HELD] of Columns::BYTES, the factors that undo x's [warps of a half][passes][HELD][rows], and
-// y[halves][rounds][warps of a half][rows][TILE_ROWS].
+// x[warpgroups of a half][passes][HELD] of Columns::BYTES, x as it came, scales[warps][passes][HELD][8][2], the factors that undo
+// x's [warps of a half][passes][HELD][rows], and y[halves][rounds][warps of a half][rows][TILE_ROWS].
 struct FewCut {
   int groups, tiles, rounds, blocks, active;
   uint32_t pass_units, round_units;  // from one pass, and from the last one of a round, to the next; in groups of a tile
-  uint32_t factors, y, smem_bytes;
+  uint32_t raw, scales, factors, y, smem_bytes;
   uint32_t zero;  // what the compiler takes for any number
 };
 
-// The first STRAIGHT rounds are no loop: there a group's words are waited for alone, in a loop all wait for the newest ones. With
-// 1 there are no others.
-template <typename Scale, int ROWS, int HALVES, int PASSES, int STRAIGHT, bool CHAINED>
+// SINGLE: there is one round. Then a group's words are waited for alone; in a loop all wait for the newest.
+template <typename Scale, int ROWS, int HALVES, int PASSES, bool SINGLE, bool CHAINED>
 __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
     matvec_few_rows(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ FewCut cut) {
   using Cols = Columns<ROWS>;
   constexpr int ENTRIES = ROWS * PASSES * FEW_WARPS, BATCH = ceil_div(ENTRIES, HALVES * FEW_WARPS);
-  constexpr bool LATE = PASSES == 4;  // the second group's words after x, which is long
+  constexpr bool STAGED = SINGLE && PASSES > 1;
+  constexpr bool LATE = ROWS == 1 && PASSES == 4;  // the second group's words after x, which is long
   const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int half = threadIdx.x / (FEW_WARPS * WARP), warp = threadIdx.x / WARP % FEW_WARPS, slice = warp % SLICES;
   unsigned char* const smem_bytes = &dynamic_smem<unsigned char>();
   const uint32_t smem = smem_u32(smem_bytes);
   const int first_tile = blockIdx.x + half * gridDim.x, tile_step = HALVES * gridDim.x;
-  const int rounds = first_tile >= cut.tiles ? 0 : STRAIGHT == 1 ? 1 : ceil_div(cut.tiles - first_tile, tile_step);
 
   // Who has no groups or no tile reads another's, and its sums are left out: no branches before the products.
   uint4 words[HELD][2];
   Scale scales[HELD][2];
-  uint32_t unit = (rounds > 0 ? first_tile : blockIdx.x) * cut.groups + min(warp, cut.active - 1) * HELD;  // the next to load
+  const uint64_t tile_unit = static_cast<uint64_t>(min(first_tile, cut.tiles - 1)) * cut.groups;
+  const uint64_t unit = tile_unit + min(warp, cut.active - 1) * HELD;
+  const uint8_t* codes = args.codes + unit * UNIT_BYTES + lane * 16;
+  const Scale* group_scales = static_cast<const Scale*>(args.scales) + unit * TILE_ROWS + g * 2;
   const auto load = [&](int i) {
-    const uint8_t* const codes = args.codes + static_cast<uint64_t>(unit) * UNIT_BYTES + (i * UNIT_BYTES + lane * 16);
-    words[i][0] = ld_global_nc_no_allocate_v4_u32(codes);
-    words[i][1] = ld_global_nc_no_allocate_v4_u32(codes + 512);
-    const uint64_t group_scales = static_cast<uint64_t>(unit) * TILE_ROWS + (i * TILE_ROWS + g * 2);
-    load_pair(scales[i], static_cast<const Scale*>(args.scales) + group_scales);
+    words[i][0] = ld_global_nc_no_allocate_v4_u32(codes + i * UNIT_BYTES);
+    words[i][1] = ld_global_nc_no_allocate_v4_u32(codes + i * UNIT_BYTES + 512);
+    if (!STAGED) load_pair(scales[i], group_scales + i * TILE_ROWS);
+  };
+  // Scales of all passes at once, by the lanes that need them: else the compiler asks for them when they are needed.
+  const uint32_t scales_here = smem + cut.scales + (threadIdx.x / WARP * (PASSES * HELD * 8) + g) * (2 * sizeof(Scale));
+  const auto ask_scales = [&] {
+    if (t != slice) return;
+#pragma unroll
+    for (int i = 0; i < PASSES * HELD; ++i) {
+      const Scale* const from = group_scales + (i / HELD * cut.pass_units + i % HELD) * TILE_ROWS;
+      cp_async_ca<2 * sizeof(Scale)>(scales_here + i * (8 * 2 * sizeof(Scale)), from);
+    }
+  };
+  const auto step_on = [&](uint32_t units) {
+    codes += static_cast<uint64_t>(units) * UNIT_BYTES;
+    group_scales += units * TILE_ROWS;
   };
   if (CHAINED) {
     load(0);
@@ -355,29 +369,29 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
     for (int i = 0; i < BATCH; ++i) {
       const int entry = loader + i * HALVES * FEW_WARPS, owner = entry % FEW_WARPS, line = entry / FEW_WARPS;
       const int pass = line % PASSES, m = line / PASSES;
-      const uint16_t* const row = static_cast<const uint16_t*>(args.x) + m * args.x_stride;
+      const uint16_t* const from = static_cast<const uint16_t*>(args.x) + m * args.x_stride + pass * cut.pass_units * GROUP;
       loaded[i] = make_uint4(0, 0, 0, 0);
-      if (owner < cut.active && m < ROWS) loaded[i] = ld_global_v4_u32(row + pass * cut.pass_units * GROUP + (owner * WARP + lane) * 8);
+      if (owner < cut.active && m < ROWS) loaded[i] = ld_global_v4_u32(from + (owner * WARP + lane) * 8);
     }
     if (!CHAINED) {
       load(0);
       if (!LATE) load(1);
+      __syncwarp();  // or the compiler asks for them when x is here
     }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
+    const auto prepare = [&](const uint4& x, int i) {
       const int entry = loader + i * HALVES * FEW_WARPS, owner = entry % FEW_WARPS, line = entry / FEW_WARPS;
       const int pass = line % PASSES, m = line / PASSES;
-      const int exponent = largest_exponent(loaded[i]), inverse = max(exponent - 14, 1);  // fields of FP32
+      const int exponent = largest_exponent(x), inverse = max(exponent - 14, 1);  // fields of FP32
       if (LATE && !CHAINED && i == 0) {
-        unit += exponent & cut.zero;  // not before x is here
+        step_on(exponent & cut.zero);  // not before x is here
         load(1);
       }
       uint2 terms[TERMS];
-      split(terms, loaded[i], __uint_as_float((254 - inverse) << 23), exponent != 255);
+      split(terms, x, __uint_as_float((254 - inverse) << 23), exponent != 255);
       const int set = (owner / SLICES * PASSES + pass) * HELD + pair;
       const int column = owner % SLICES * 2;  // of each eight
       unsigned char* const to = smem_bytes + set * Cols::BYTES + lane % 16 / 2 * X_K_STEP + lane % 2 * 8 + column * 16;
-      if (ENTRIES % (HALVES * FEW_WARPS) != 0 && entry >= ENTRIES) continue;
+      if (ENTRIES % (HALVES * FEW_WARPS) != 0 && entry >= ENTRIES) return;
 #pragma unroll
       for (int term = 0; term < TERMS; ++term) {
         const int place = m * TERMS + term;
@@ -387,6 +401,17 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
       // 2^6 more, for the weights are 2^-6 of what they stand for.
       const uint32_t factor = smem + cut.factors + (((owner * PASSES + pass) * HELD + pair) * ROWS + m) * 4;
       if (lane % 16 == 0) st_shared_f32(factor, __uint_as_float((inverse + 6) << 23));
+    };
+    if constexpr (BATCH == 1) {
+      prepare(loaded[0], 0);
+    } else {
+      // Through shared memory into a loop: in a straight line the compiler asks for words after that.
+      const uint32_t raw = smem + cut.raw + threadIdx.x * 16;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) st_shared_v4_u32(raw + i * (HALVES * FEW_WARPS * WARP * 16), loaded[i]);
+      if (STAGED) ask_scales();
+#pragma unroll 1
+      for (int i = 0; i < BATCH; ++i) prepare(ld_shared_v4_u32(raw + i * (HALVES * FEW_WARPS * WARP * 16)), i);
     }
     fence_proxy_async_shared();
     if (HALVES == 1) {  // a warpgroup has brought its own
@@ -396,19 +421,22 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
     }
   }
 
+  // The last round is not for all.
+  const int rounds = cut.rounds - (first_tile + (cut.rounds - 1) * tile_step < cut.tiles ? 0 : 1);
   const int warpgroup = __shfl_sync(ALL_LANES, warp / SLICES, 0);  // of a lane's, so that the compiler knows it to be one for all
   const uint32_t x_here = smem + warpgroup * PASSES * HELD * Cols::BYTES;
   const uint32_t factors = smem + cut.factors + warp * PASSES * HELD * ROWS * 4;
   const uint32_t y_half = smem + cut.y + half * cut.rounds * (FEW_WARPS * ROWS * TILE_ROWS * 4);
   uint32_t y_lane = y_half + (warp * ROWS * TILE_ROWS + g) * 4;
-  const auto take_round = [&]<bool ANOTHER, bool PERHAPS>(int round) {  // whether there is a next one
+#pragma unroll 1
+  for (int round = 0; SINGLE || round < rounds; ++round) {
     // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
     if (round + 1 >= rounds) griddepcontrol_launch_dependents();
     float y[ROWS][2] = {};  // of rows g and g + 8, right in lanes whose t is the warp's slice
-#pragma unroll(STRAIGHT == 1 ? PASSES : 1)
+#pragma unroll(SINGLE ? PASSES : 1)
     for (int pass = 0; pass < PASSES; ++pass) {
-      const bool last = pass + 1 == PASSES, more = !last || ANOTHER || (PERHAPS && round + 1 < rounds);
-      unit += !last ? cut.pass_units : ANOTHER && rounds < 2 ? 0 : cut.round_units;
+      const bool last = pass + 1 == PASSES, more = !last || (!SINGLE && round + 1 < rounds);
+      step_on(last ? cut.round_units : cut.pass_units);
 #pragma unroll
       for (int j = 0; j < HELD; ++j) {
         const uint32_t word[8] = {words[j][0].x, words[j][0].y, words[j][0].z, words[j][0].w,
@@ -416,12 +444,13 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < 8; ++i) decode(a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1], word[i]);
-        const float scale[2] = {to_float(scales[j][0]), to_float(scales[j][1])};
+        float scale[2] = {};
+        if (!STAGED) scale[0] = to_float(scales[j][0]), scale[1] = to_float(scales[j][1]);
 #pragma unroll
         for (int i = 0; i < 16; ++i) keep_here(a[i / 4][i % 4]);
         if (more) {
           load(j);
-          if (PERHAPS) __syncwarp();  // a branch, no predicates: those the compiler would move to the end of the loop
+          __syncwarp();  // or the compiler asks for them at the end of the loop
         }
         const uint64_t b = wgmma_descriptor(x_here + (pass * HELD + j) * Cols::BYTES, X_K_STEP, X_N_STEP, Swizzle::none);
         float d[Cols::N / 2];
@@ -430,6 +459,16 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
         for (int i = 0; i < 4; ++i) wgmma_k32_e4m3_e5m2<Cols::N>(d, a[i], wgmma_advance(b, i * 2 * X_K_STEP), i > 0);
         wgmma_commit_group();
         wgmma_wait_group<0>();
+        if (STAGED) {
+          if (pass + j == 0) cp_async_wait_all(), __syncwarp();
+          const uint32_t pair = scales_here + (pass * HELD + j) * (8 * 2 * sizeof(Scale));
+          if constexpr (sizeof(Scale) == 2) {
+            const uint32_t both = ld_shared_u32(pair);
+            scale[0] = __uint_as_float(both << 16), scale[1] = __uint_as_float(both & 0xffff0000u);
+          } else {
+            scale[0] = __uint_as_float(ld_shared_u32(pair)), scale[1] = __uint_as_float(ld_shared_u32(pair + 4));
+          }
+        }
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
           const float factor = __uint_as_float(ld_shared_u32(factors + ((pass * HELD + j) * ROWS + m) * 4));
@@ -448,14 +487,7 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
         for (int r = 0; r < 2; ++r) st_shared_f32(y_lane + (m * TILE_ROWS + r * 8) * 4, y[m][r]);
     }
     y_lane += FEW_WARPS * ROWS * TILE_ROWS * 4;
-  };
-  if (STRAIGHT == 1) {
-    take_round.template operator()<false, false>(0);
-  } else {
-    if (STRAIGHT == 2) take_round.template operator()<true, false>(0);
-    if (STRAIGHT == 2) take_round.template operator()<false, true>(1);
-#pragma unroll 1
-    for (int round = STRAIGHT; round < rounds; ++round) take_round.template operator()<false, true>(round);
+    if (SINGLE) break;
   }
 
   // A warp adds up a tile's sums of a row of x, two lanes one of them, half of the warps' parts each.
@@ -495,7 +527,9 @@ FewCut few_cut_for(const MatvecFp4Args& args) {
   cut.rounds = ceil_div(cut.tiles, HALVES * blocks);
   cut.pass_units = pass_units;
   cut.round_units = HALVES * blocks * cut.groups - (PASSES - 1) * pass_units;
-  cut.factors = FEW_WARPS / SLICES * PASSES * HELD * Columns<ROWS>::BYTES;
+  cut.raw = FEW_WARPS / SLICES * PASSES * HELD * Columns<ROWS>::BYTES;
+  cut.scales = cut.raw + ROWS * PASSES * FEW_WARPS * WARP * 16;
+  cut.factors = cut.scales + HALVES * FEW_WARPS * PASSES * HELD * TILE_ROWS * sizeof(float);
   cut.y = cut.factors + FEW_WARPS * PASSES * HELD * ROWS * sizeof(float);
   cut.smem_bytes = cut.y + HALVES * cut.rounds * FEW_WARPS * ROWS * TILE_ROWS * sizeof(float);
   const bool even = cut.active * HELD * PASSES == cut.groups && cut.active <= FEW_WARPS;
@@ -505,32 +539,23 @@ FewCut few_cut_for(const MatvecFp4Args& args) {
 
 template <typename Scale, int ROWS, int HALVES, int PASSES>
 const char* launch_few_rows(const MatvecFp4Args& args, const FewCut& cut, cudaStream_t stream) {
-  const auto with = [&]<int STRAIGHT>() {
-    const auto kernel = args.chained ? matvec_few_rows<Scale, ROWS, HALVES, PASSES, STRAIGHT, true>
-                                     : matvec_few_rows<Scale, ROWS, HALVES, PASSES, STRAIGHT, false>;
+  const auto with = [&]<bool SINGLE>() {
+    const auto kernel = args.chained ? matvec_few_rows<Scale, ROWS, HALVES, PASSES, SINGLE, true>
+                                     : matvec_few_rows<Scale, ROWS, HALVES, PASSES, SINGLE, false>;
     return launch_overlapping(args.chained, kernel, cut.blocks, HALVES * FEW_WARPS * WARP, cut.smem_bytes, stream, args, cut);
   };
-  if (cut.rounds == 1) return with.template operator()<1>();
-  if constexpr (PASSES == 1)
-    if (cut.rounds <= 3) return with.template operator()<2>();
-  return with.template operator()<0>();
+  return cut.rounds == 1 ? with.template operator()<true>() : with.template operator()<false>();
 }
 
 // Whether the launch was one for few rows; with the fewest passes that come out even. Where x takes longer than the words of a
 // few tiles, two blocks a multiprocessor do not prepare it both.
 template <typename Scale, int ROWS, int PASSES = 1>
 bool few_rows(const char*& error, const MatvecFp4Args& args, cudaStream_t stream) {
-  const auto try_halves = [&]<int HALVES>() {
-    const FewCut cut = few_cut_for<ROWS, HALVES, PASSES>(args);
-    if (cut.blocks > 0) error = launch_few_rows<Scale, ROWS, HALVES, PASSES>(args, cut, stream);
-    return cut.blocks > 0;
-  };
-  if constexpr (ROWS * PASSES <= 2) {
-    const int rounds = ceil_div(ceil_div(args.n, TILE_ROWS), AT_A_TIME * args.sm_count);
-    if ((ROWS == 1 || rounds > 4) && try_halves.template operator()<1>()) return true;
-  }
-  if constexpr (ROWS == 2 || PASSES == 4) {
-    if (try_halves.template operator()<2>()) return true;
+  constexpr int HALVES = ROWS * PASSES <= 2 ? 1 : 2;
+  const FewCut cut = few_cut_for<ROWS, HALVES, PASSES>(args);
+  if (cut.blocks > 0) {
+    error = launch_few_rows<Scale, ROWS, HALVES, PASSES>(args, cut, stream);
+    return true;
   }
   if constexpr (PASSES < 4) return few_rows<Scale, ROWS, 2 * PASSES>(error, args, stream);
   return false;
