@@ -700,7 +700,7 @@ def _resolve_step(
     _check_activations(x, w)
     if bias is not None:
         _check_bias(bias, x, w)
-    rows = max(1, int(x.shape[0]))
+    rows = max(1, int(x.shape[0])) if x.dtype == torch.bfloat16 else None  # those for few rows are for BF16
     if torch.compiler.is_compiling():
         return _step_to_compile(op, step.id if isinstance(step, steps.Step) else step, x.dtype, x.device, rows)
     chosen = fitting_step(op, step, x.dtype, x.device, rows)
@@ -709,7 +709,9 @@ def _resolve_step(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _step_to_compile(op: str, step: str | None, dtype: torch.dtype, device: torch.device, rows: int) -> tuple[str, str]:
+def _step_to_compile(
+    op: str, step: str | None, dtype: torch.dtype, device: torch.device, rows: int | None
+) -> tuple[str, str]:
     """A step's id and its layout, known while a compiler traces."""
     chosen = fitting_step(op, step, dtype, device, rows)
     return chosen.id, step_layout(chosen)
