@@ -237,7 +237,7 @@ def test_many_columns_in_check_mode(step: str, n: int, k: int) -> None:
         "matvec_fp4/21_second_tile_later",
     ],
 )
-@pytest.mark.parametrize("n, k", [(600, 3840), (40, 2048), (140, 8192)])
+@pytest.mark.parametrize("n, k", [(600, 3840), (40, 2048), (140, 8192), (820, 2048)])
 @pytest.mark.parametrize("m, dtype", [(8, BF16), (16, BF16), (11, BF16), (7, FP16)])
 def test_x_in_registers(step: str, n: int, k: int, m: int, dtype: torch.dtype, device: torch.device) -> None:
     skip_unless_it_runs(step, device)

@@ -1,11 +1,17 @@
-// Change: Where x and the words wait in registers (5 to 8 rows of BF16, many rounds) the words of a warp's second tile are
-//   asked for when x has come, and not together with the first tile's.
+// Change: 5 to 8 rows of BF16: the words of a warp's second tile are asked for when x has come, and not together with the
+//   first tile's; the first 16 rounds are one straight line; words wait in registers from 2 rounds on, not from 12. With 16
+//   columns of B up to 8 rounds are one straight line.
 // Prediction: All 60 KB of words that a multiprocessor asks for at the start stand before x, which all products wait for.
 //   Half of them stand for less time, and the other half is asked for early enough as long as the first is being multiplied.
-//   0.3 us.
-// Measured: H200, 2026-11-30, prototypes in one run with 19's (in brackets): gate_up with 8 rows 17.39 us (17.95), lm_head
-//   126.8 (127.8). Without products 17.26: neither decoding nor the tensor cores are what is left, but x, 61 KB from the L2
-//   for each multiprocessor, and the ends. With 16 rows 20.7, without products 19.9.
+//   What a loop has asked for is waited for at its head, all of it: in a line a warp waits for one tile only. 0.3 us each.
+// Measured: H200, 2026-11-30, prototypes in one run with 19's (in brackets): 8 rows, gate_up 17.2 us (17.9), fc_down 11.6
+//   (11.9), local_qkv 7.4 (7.8), local_o 5.4 (5.6), global_qk 7.8 (8.3), global_o 8.0 (8.2), lm_head 127 (128); 16 rows,
+//   gate_up 20.6 (20.6), fc_down 13.2 (13.6), local_qkv 8.7 (8.7), local_o 6.3 (6.4), global_qk 9.2 (9.4), global_o 9.3 (9.3).
+//   With 8 rows the second tile alone gives gate_up 17.3, both tiles behind x 17.8, a line of 8 rounds 17.5, and registers
+//   without a line local_qkv 7.5, global_qk 8.0. With 16 rows and 16 rounds in a line gate_up takes 28. x brought by pairs of
+//   blocks, half by each, which sends it to the other: 18.6 and 22.9. Without products gate_up takes 17.3 with 8 rows (before
+//   the line) and 19.9 with 16: neither decoding nor the tensor cores are what is left, but x, 61 and 123 KB from the L2 for
+//   each multiprocessor, and the ends.
 //   Other designs, all with bytes of E4M3 for the weights (four instructions for eight), x as three E5M2 that sum to it,
 //   columns of B of their own, and four tiles a warpgroup. Their errors are those of BF16's rounding. A set of 64 rows and 128
 //   columns takes 145 clocks of a multiprocessor with 16 rows of x and 103 with 8, with decoding and sums; the memory brings
@@ -15,9 +21,10 @@
 //   four tiles a round, their groups shared by eight and six warpgroups, words in registers, 19.5 and 25.3, by six and five
 //   with three groups ahead 20.0 and 23.1; the second group asked for behind x 18.9 and 26.1; with x as two E4M3, which hold
 //   all but what is below 2^-10 of a group's largest, 18.6 and 21.9. Without x and products these take 16.4 and 17.7, so they
-//   wait for words; perhaps, as 20 found, because all that a loop has asked for is waited for at its head. In clusters of 8
-//   fc_down took 13.3 and 14.6, in clusters of 2 local_qkv 9.6 and 10.1.
-// Verdict: Kept: 3% of gate_up with 8 rows. Short of the 17.0 that were the aim; 16 rows as before.
+//   wait for words; they were not put into a straight line. In clusters of 8 fc_down took 13.3 and 14.6, in clusters of 2
+//   local_qkv 9.6 and 10.1.
+// Verdict: Kept: 2 to 6% with 8 rows, up to 3 with 16. Short of the aims, on gate_up 17.0 and 19, on fc_down with 16 rows
+//   11.5.
 // Rows: 3
 // Predecessor: 19_words_in_shared_memory
 // Architectures: sm_90a sm_100a sm_120
@@ -686,7 +693,10 @@ constexpr int SUM_LAG = 2;
 constexpr int SUM_BATCH = 4;  // parts of a sum that a warp reads at a time
 constexpr __host__ __device__ int sum_slots(int nt) { return nt == 1 ? 4 : 6; }  // tiles whose sums wait in shared memory
 // Where a warp's next words wait: of two tiles in registers, or of STAGES tiles in shared memory.
-constexpr int ROUNDS_FOR_REGISTERS = 12;  // from so many rounds on, for 8 columns of B: for 16 x leaves no room
+constexpr int ROUNDS_FOR_REGISTERS = 2;  // from so many rounds on, for 8 columns of B: for 16 x leaves no room
+// Rounds in one straight line: for 8 columns of B the first ones, for 16 all or none, as the caches of instructions hold no
+// more.
+constexpr __host__ __device__ int line_rounds(int nt) { return nt == 1 ? 16 : 8; }
 constexpr int STAGES = 2;
 constexpr __host__ __device__ int stage_bytes(int scale_bytes) { return HELD * (UNIT_BYTES + TILE_ROWS * scale_bytes); }
 
@@ -702,7 +712,8 @@ struct RegCut {
 };
 constexpr int SLOTS_OFFSET = 128;  // after the mbarriers
 
-template <typename Scale, int NT, bool SHARED>
+// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more.
+template <typename Scale, int NT, bool SHARED, int LINE>
 __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     matvec_x_in_registers(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ RegCut cut) {
   constexpr int SLOTS = sum_slots(NT), LAG = SLOTS == 4 ? 2 : SUM_LAG;  // a warp adds up a tile when it has done LAG more
@@ -897,54 +908,63 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
 
   int next_sum = warp;
   const uint32_t to = slots + (warp * WARP + lane) * 16;
-#pragma unroll 1
-  for (int first = 0; first < rounds; first += DEPTH) {
+  const auto multiply = [&](int round, int ahead) {
+    // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
+    if (round + 1 == rounds) griddepcontrol_launch_dependents();
+    if constexpr (SHARED) take(round);
+    const bool more = !SHARED && round + DEPTH < rounds;
+    float y[NT][4] = {};
 #pragma unroll
-    for (int ahead = 0; ahead < DEPTH; ++ahead) {
-      const int round = first + ahead;
-      if (round >= rounds) break;
-      // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
-      if (round + 1 == rounds) griddepcontrol_launch_dependents();
-      if constexpr (SHARED) take(round);
-      const bool more = !SHARED && round + DEPTH < rounds;
-      float y[NT][4] = {};
+    for (int i = 0; i < HELD; ++i) {
+      float sums[CHAINS][NT][4] = {};
 #pragma unroll
-      for (int i = 0; i < HELD; ++i) {
-        float sums[CHAINS][NT][4] = {};
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int pair = 0; pair < 2; ++pair) {
+          uint32_t a[2][4];
+          decode(a[0], pair == 0 ? words[ahead][i][half].x : words[ahead][i][half].z);
+          decode(a[1], pair == 0 ? words[ahead][i][half].y : words[ahead][i][half].w);
 #pragma unroll
-          for (int pair = 0; pair < 2; ++pair) {
-            uint32_t a[2][4];
-            decode(a[0], pair == 0 ? words[ahead][i][half].x : words[ahead][i][half].z);
-            decode(a[1], pair == 0 ? words[ahead][i][half].y : words[ahead][i][half].w);
-#pragma unroll
-            for (int j = 0; j < NT; ++j) {
-              const uint4& b = x[i][j][half * 2 + pair];
-              mma_m16n8k16<bf16>(sums[CHAINS == 2 ? half : 0][j], a[0], b.x, b.y);
-              mma_m16n8k16<bf16>(sums[CHAINS == 2 ? half : 0][j], a[1], b.z, b.w);
-            }
+          for (int j = 0; j < NT; ++j) {
+            const uint4& b = x[i][j][half * 2 + pair];
+            mma_m16n8k16<bf16>(sums[CHAINS == 2 ? half : 0][j], a[0], b.x, b.y);
+            mma_m16n8k16<bf16>(sums[CHAINS == 2 ? half : 0][j], a[1], b.z, b.w);
           }
-        const float scale[2] = {to_float(scales[ahead][i][0]) * restore, to_float(scales[ahead][i][1]) * restore};
-        if (more) load(ahead, i);
-#pragma unroll
-        for (int j = 0; j < NT; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            y[j][c] += (CHAINS == 2 ? sums[0][j][c] + sums[CHAINS - 1][j][c] : sums[0][j][c]) * scale[c / 2];
-      }
-      if (!SHARED) step_on();
-      const int slot = round % SLOTS;
-      mbarrier_wait(empty + slot * 8, (round / SLOTS & 1) ^ 1);
+        }
+      const float scale[2] = {to_float(scales[ahead][i][0]) * restore, to_float(scales[ahead][i][1]) * restore};
+      if (more) load(ahead, i);
 #pragma unroll
       for (int j = 0; j < NT; ++j)
-        st_shared_v4_u32(to + slot * slot_bytes + j * column_bytes, make_uint4(__float_as_uint(y[j][0]), __float_as_uint(y[j][1]),
-                                                                              __float_as_uint(y[j][2]), __float_as_uint(y[j][3])));
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(full + slot * 8);
-      if (round - LAG == next_sum / NT) {
-        add_up(next_sum);
-        next_sum += cut.warps;
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          y[j][c] += (CHAINS == 2 ? sums[0][j][c] + sums[CHAINS - 1][j][c] : sums[0][j][c]) * scale[c / 2];
+    }
+    if (!SHARED) step_on();
+    const int slot = round % SLOTS;
+    mbarrier_wait(empty + slot * 8, (round / SLOTS & 1) ^ 1);
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+      st_shared_v4_u32(to + slot * slot_bytes + j * column_bytes, make_uint4(__float_as_uint(y[j][0]), __float_as_uint(y[j][1]),
+                                                                            __float_as_uint(y[j][2]), __float_as_uint(y[j][3])));
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(full + slot * 8);
+    if (round - LAG == next_sum / NT) {
+      add_up(next_sum);
+      next_sum += cut.warps;
+    }
+  };
+#pragma unroll
+  for (int round = 0; round < LINE; ++round) {
+    if (round >= rounds) break;
+    multiply(round, round % DEPTH);
+  }
+  if constexpr (LINE == 0 || NT == 1) {
+#pragma unroll 1
+    for (int first = LINE; first < rounds; first += DEPTH) {
+#pragma unroll
+      for (int ahead = 0; ahead < DEPTH; ++ahead) {
+        if (first + ahead >= rounds) break;
+        multiply(first + ahead, ahead);
       }
     }
   }
@@ -998,9 +1018,12 @@ RegCut reg_cut_for(const MatvecFp4Args& args, int nt, int scale_bytes) {
 
 template <typename Scale, int NT>
 const char* launch_x_in_registers(const MatvecFp4Args& args, const RegCut& cut, cudaStream_t stream) {
-  auto kernel = matvec_x_in_registers<Scale, NT, true>;
-  if constexpr (NT == 1)
-    if (cut.rounds >= ROUNDS_FOR_REGISTERS) kernel = matvec_x_in_registers<Scale, NT, false>;
+  auto kernel = matvec_x_in_registers<Scale, NT, true, 0>;
+  if constexpr (NT == 1) {
+    if (cut.rounds >= ROUNDS_FOR_REGISTERS) kernel = matvec_x_in_registers<Scale, NT, false, line_rounds(NT)>;
+  } else {
+    if (cut.rounds <= line_rounds(NT)) kernel = matvec_x_in_registers<Scale, NT, true, line_rounds(NT)>;
+  }
   const int threads = cut.warps * WARP;
   if (cut.cluster == 1)
     return launch_overlapping(args.chained, kernel, cut.blocks, threads, cut.smem_bytes, stream, args, cut);
