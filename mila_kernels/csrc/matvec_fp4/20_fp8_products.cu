@@ -1,17 +1,29 @@
 // Change: 1 and 2 rows of BF16: products on wgmma of E4M3 and E5M2. A word's codes become bytes of E4M3 in four instructions
 //   (LAYOUT_BYTES), eight before; x becomes three E5M2 that sum to each element, columns of B of their own. The four warps of a
-//   warpgroup have other groups of one tile, as its rows have other columns. The first rounds of a launch are one straight line,
-//   where there are no more than three.
-// Prediction: a warp spends 8 instructions of the ALU, at half rate, and a product on 8 weights, and 100 clocks of a scheduler on a
-//   group; with 4 and a quarter of the products it is half. 19 without decoding takes 9.5 us on fc_down (10.4), without products
-//   8.9. In a loop a warp waits for the words of both its groups, as all that is asked for before a branch has one scoreboard;
-//   in a straight line the first is multiplied while the second is on its way. Together 0.5 to 1 us of each launch.
-// Measured: H200, 2026-11-30, prototypes in one run with 19 (in brackets): one row, local_o 4.27 us (4.80), global_o 5.86 (6.92),
-//   local_qkv 6.07 (6.31), global_qk 6.64 (6.83), gate_up 15.8 (16.3), fc_down 9.8 (10.5); two, gate_up 16.7 (17.4).
-// Verdict: Kept: 2 to 15%.
+//   warpgroup have other groups of one tile, as its rows have other columns. Where a launch is one round, its passes are one
+//   straight line, so that a group's words are waited for alone.
+// Prediction: a warp spends 8 instructions of the ALU, at half rate, and a product on 8 weights: 100 clocks of a scheduler a
+//   group. With 4, and a quarter of the products, half of it. 19 without decoding takes 9.5 us on fc_down (10.4), without
+//   products 8.9. In a loop a warp waits for the words of both its groups, as all that is asked for before a branch has one
+//   scoreboard; in a straight line the first is multiplied while the second is on its way. Together 0.5 to 1 us of each launch.
+// Measured: H200, 2026-11-30, alone (19 in brackets): one row, local_o 4.1 us (4.8), global_o 6.0 to 6.3 (6.9), local_qkv 6.05
+//   (6.3), global_qk 6.6 (6.75), gate_up 15.8 (16.2), fc_down 10.1 (10.4), lm_head 114.5 to 115.7 (115.2); two rows, gate_up
+//   16.4 (17.2), local_o 4.4 (5.4), local_qkv 6.6 (7.2), global_qk 7.2 (7.65), global_o 6.7 (7.9), fc_down 12.1 (11.9). The
+//   straight line is most of it: global_o in a loop of two passes takes 7.3, local_o 4.5, and with BF16 products in one 6.5 and
+//   4.4, fc_down 9.9. Loads that the compiler moves to the end of a loop cost 0.3 us of gate_up. Columns of B 128 bytes apart
+//   for each 16 of K, not 144: 13.6 on fc_down, 6.9 on global_o, as the lanes that store x meet in the same banks. One block a
+//   multiprocessor, whose halves have x together: fc_down 9.9 to 10.2 (11.5 with two), but local_o 4.5, gate_up 16.1, global_qk
+//   7.0. The second group asked for behind x: global_o 6.2 (5.85), fc_down 9.8 (10.1). Two rounds in a straight line: local_qkv
+//   6.1, global_qk 6.9. Four rows, as two times two columns' products, gate_up 22.7 (18.0). Other designs, gate_up, fc_down and
+//   local_o: words by cp.async, each lane its own, 17.1, 10.5 and 4.8 (without products and x 17.2, 10.0 and 4.3: so it is
+//   slower to read); a ring of bulk copies of 4 KB, 64 KB deep, 22.6, 13.3 and 5.9, 128 KB deep 23.2, 13.7 and 6.8 (x stands
+//   behind what has been asked for, and one thread cannot ask fast enough), in two blocks 17.6, 14.3 and 5.4; the same with
+//   four threads that ask, tiles cut so that all blocks have as many groups, and their sums through global memory 18.6, 12.3
+//   and 6.0; that with BF16 products and cp.async 18.4, 10.8 and 5.7. Tiles of 15 rows, which come out even, in 16: nothing.
+// Verdict: Kept: 2 to 15% of one row, 5 to 18% of two, but for fc_down. 9.9 on fc_down and 6.5 on global_qk were the aims.
 // Architectures: sm_90a
 // Most rows: 2
-// Spills: a register or two, with four passes, two rows or FP32 scales, and for more than 8 columns of B.
+// Spills: a register to six, with two rows, two or four passes and FP32 scales, and for more than 8 columns of B.
 // Instances: scale_dtype column_tiles
 #include "../hopper.cuh"
 #include "args.cuh"
@@ -306,12 +318,12 @@ DEVICE void split(uint2 (&terms)[TERMS], const uint4& x, float factor, bool fini
 }
 
 // A round is a tile of each half of a block, a pass HELD groups of each of a half's first `active` warps. Shared memory holds
-// x[warpgroups of a half][passes][HELD] of Columns::BYTES, x as it came, scales[warps][passes][HELD][8][2], the factors that undo
-// x's [warps of a half][passes][HELD][rows], and y[halves][rounds][warps of a half][rows][TILE_ROWS].
+// x[warpgroups of a half][passes][HELD] of Columns::BYTES, x as it came, the factors that undo x's [warps of a
+// half][passes][HELD][rows], and y[halves][rounds][warps of a half][rows][TILE_ROWS].
 struct FewCut {
   int groups, tiles, rounds, blocks, active;
   uint32_t pass_units, round_units;  // from one pass, and from the last one of a round, to the next; in groups of a tile
-  uint32_t raw, scales, factors, y, smem_bytes;
+  uint32_t raw, factors, y, smem_bytes;
   uint32_t zero;  // what the compiler takes for any number
 };
 
@@ -321,7 +333,7 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
     matvec_few_rows(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ FewCut cut) {
   using Cols = Columns<ROWS>;
   constexpr int ENTRIES = ROWS * PASSES * FEW_WARPS, BATCH = ceil_div(ENTRIES, HALVES * FEW_WARPS);
-  constexpr bool STAGED = SINGLE && PASSES > 1;
+  constexpr bool BY_UNIT = SINGLE && PASSES != 2;  // addresses are made anew for each load: faster, or slower, as measured
   constexpr bool LATE = ROWS == 1 && PASSES == 4;  // the second group's words after x, which is long
   const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int half = threadIdx.x / (FEW_WARPS * WARP), warp = threadIdx.x / WARP % FEW_WARPS, slice = warp % SLICES;
@@ -332,26 +344,22 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
   // Who has no groups or no tile reads another's, and its sums are left out: no branches before the products.
   uint4 words[HELD][2];
   Scale scales[HELD][2];
-  const uint64_t tile_unit = static_cast<uint64_t>(min(first_tile, cut.tiles - 1)) * cut.groups;
-  const uint64_t unit = tile_unit + min(warp, cut.active - 1) * HELD;
-  const uint8_t* codes = args.codes + unit * UNIT_BYTES + lane * 16;
-  const Scale* group_scales = static_cast<const Scale*>(args.scales) + unit * TILE_ROWS + g * 2;
+  const int has = first_tile >= cut.tiles ? 0 : 1;  // a tile
+  const int tile = BY_UNIT ? (has > 0 ? first_tile : blockIdx.x) : min(first_tile, cut.tiles - 1);
+  uint32_t unit = tile * cut.groups + min(warp, cut.active - 1) * HELD;  // the next to load
+  const Scale* const all_scales = static_cast<const Scale*>(args.scales);
+  const uint64_t first_unit = static_cast<uint64_t>(tile) * cut.groups + min(warp, cut.active - 1) * HELD;
+  const uint8_t* codes = args.codes + first_unit * UNIT_BYTES + lane * 16;
+  const Scale* group_scales = all_scales + first_unit * TILE_ROWS + g * 2;
   const auto load = [&](int i) {
-    words[i][0] = ld_global_nc_no_allocate_v4_u32(codes + i * UNIT_BYTES);
-    words[i][1] = ld_global_nc_no_allocate_v4_u32(codes + i * UNIT_BYTES + 512);
-    if (!STAGED) load_pair(scales[i], group_scales + i * TILE_ROWS);
-  };
-  // Scales of all passes at once, by the lanes that need them: else the compiler asks for them when they are needed.
-  const uint32_t scales_here = smem + cut.scales + (threadIdx.x / WARP * (PASSES * HELD * 8) + g) * (2 * sizeof(Scale));
-  const auto ask_scales = [&] {
-    if (t != slice) return;
-#pragma unroll
-    for (int i = 0; i < PASSES * HELD; ++i) {
-      const Scale* const from = group_scales + (i / HELD * cut.pass_units + i % HELD) * TILE_ROWS;
-      cp_async_ca<2 * sizeof(Scale)>(scales_here + i * (8 * 2 * sizeof(Scale)), from);
-    }
+    const uint64_t here = unit;
+    const uint8_t* const from = BY_UNIT ? args.codes + here * UNIT_BYTES + (i * UNIT_BYTES + lane * 16) : codes + i * UNIT_BYTES;
+    words[i][0] = ld_global_nc_no_allocate_v4_u32(from);
+    words[i][1] = ld_global_nc_no_allocate_v4_u32(from + 512);
+    load_pair(scales[i], BY_UNIT ? all_scales + here * TILE_ROWS + (i * TILE_ROWS + g * 2) : group_scales + i * TILE_ROWS);
   };
   const auto step_on = [&](uint32_t units) {
+    unit += units;
     codes += static_cast<uint64_t>(units) * UNIT_BYTES;
     group_scales += units * TILE_ROWS;
   };
@@ -376,7 +384,7 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
     if (!CHAINED) {
       load(0);
       if (!LATE) load(1);
-      __syncwarp();  // or the compiler asks for them when x is here
+      if (!BY_UNIT) __syncwarp();  // or the compiler asks for them when x is here
     }
     const auto prepare = [&](const uint4& x, int i) {
       const int entry = loader + i * HALVES * FEW_WARPS, owner = entry % FEW_WARPS, line = entry / FEW_WARPS;
@@ -402,14 +410,14 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
       const uint32_t factor = smem + cut.factors + (((owner * PASSES + pass) * HELD + pair) * ROWS + m) * 4;
       if (lane % 16 == 0) st_shared_f32(factor, __uint_as_float((inverse + 6) << 23));
     };
-    if constexpr (BATCH == 1) {
-      prepare(loaded[0], 0);
+    if constexpr (BATCH == 1 || BY_UNIT) {
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) prepare(loaded[i], i);
     } else {
       // Through shared memory into a loop: in a straight line the compiler asks for words after that.
       const uint32_t raw = smem + cut.raw + threadIdx.x * 16;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) st_shared_v4_u32(raw + i * (HALVES * FEW_WARPS * WARP * 16), loaded[i]);
-      if (STAGED) ask_scales();
 #pragma unroll 1
       for (int i = 0; i < BATCH; ++i) prepare(ld_shared_v4_u32(raw + i * (HALVES * FEW_WARPS * WARP * 16)), i);
     }
@@ -422,7 +430,7 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
   }
 
   // The last round is not for all.
-  const int rounds = cut.rounds - (first_tile + (cut.rounds - 1) * tile_step < cut.tiles ? 0 : 1);
+  const int rounds = BY_UNIT ? has : cut.rounds - (first_tile + (cut.rounds - 1) * tile_step < cut.tiles ? 0 : 1);
   const int warpgroup = __shfl_sync(ALL_LANES, warp / SLICES, 0);  // of a lane's, so that the compiler knows it to be one for all
   const uint32_t x_here = smem + warpgroup * PASSES * HELD * Cols::BYTES;
   const uint32_t factors = smem + cut.factors + warp * PASSES * HELD * ROWS * 4;
@@ -444,13 +452,12 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
         uint32_t a[4][4];
 #pragma unroll
         for (int i = 0; i < 8; ++i) decode(a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1], word[i]);
-        float scale[2] = {};
-        if (!STAGED) scale[0] = to_float(scales[j][0]), scale[1] = to_float(scales[j][1]);
+        const float scale[2] = {to_float(scales[j][0]), to_float(scales[j][1])};
 #pragma unroll
         for (int i = 0; i < 16; ++i) keep_here(a[i / 4][i % 4]);
         if (more) {
           load(j);
-          __syncwarp();  // or the compiler asks for them at the end of the loop
+          if (!BY_UNIT) __syncwarp();  // or the compiler asks for them at the end of the loop
         }
         const uint64_t b = wgmma_descriptor(x_here + (pass * HELD + j) * Cols::BYTES, X_K_STEP, X_N_STEP, Swizzle::none);
         float d[Cols::N / 2];
@@ -459,16 +466,6 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
         for (int i = 0; i < 4; ++i) wgmma_k32_e4m3_e5m2<Cols::N>(d, a[i], wgmma_advance(b, i * 2 * X_K_STEP), i > 0);
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        if (STAGED) {
-          if (pass + j == 0) cp_async_wait_all(), __syncwarp();
-          const uint32_t pair = scales_here + (pass * HELD + j) * (8 * 2 * sizeof(Scale));
-          if constexpr (sizeof(Scale) == 2) {
-            const uint32_t both = ld_shared_u32(pair);
-            scale[0] = __uint_as_float(both << 16), scale[1] = __uint_as_float(both & 0xffff0000u);
-          } else {
-            scale[0] = __uint_as_float(ld_shared_u32(pair)), scale[1] = __uint_as_float(ld_shared_u32(pair + 4));
-          }
-        }
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
           const float factor = __uint_as_float(ld_shared_u32(factors + ((pass * HELD + j) * ROWS + m) * 4));
@@ -528,8 +525,7 @@ FewCut few_cut_for(const MatvecFp4Args& args) {
   cut.pass_units = pass_units;
   cut.round_units = HALVES * blocks * cut.groups - (PASSES - 1) * pass_units;
   cut.raw = FEW_WARPS / SLICES * PASSES * HELD * Columns<ROWS>::BYTES;
-  cut.scales = cut.raw + ROWS * PASSES * FEW_WARPS * WARP * 16;
-  cut.factors = cut.scales + HALVES * FEW_WARPS * PASSES * HELD * TILE_ROWS * sizeof(float);
+  cut.factors = cut.raw + ROWS * PASSES * FEW_WARPS * WARP * 16;
   cut.y = cut.factors + FEW_WARPS * PASSES * HELD * ROWS * sizeof(float);
   cut.smem_bytes = cut.y + HALVES * cut.rounds * FEW_WARPS * ROWS * TILE_ROWS * sizeof(float);
   const bool even = cut.active * HELD * PASSES == cut.groups && cut.active <= FEW_WARPS;
