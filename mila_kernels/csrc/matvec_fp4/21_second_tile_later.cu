@@ -1,6 +1,6 @@
 // Change: 5 to 8 rows of BF16: the words of a warp's second tile are asked for when x has come, and not together with the
 //   first tile's; the first 16 rounds are one straight line; words wait in registers from 2 rounds on, not from 12. With 16
-//   columns of B up to 8 rounds are one straight line.
+//   columns of B up to 8 rounds are one straight line. 3 and 4 rows take the way of 8.
 // Prediction: All 60 KB of words that a multiprocessor asks for at the start stand before x, which all products wait for.
 //   Half of them stand for less time, and the other half is asked for early enough as long as the first is being multiplied.
 //   What a loop has asked for is waited for at its head, all of it: in a line a warp waits for one tile only. 0.3 us each.
@@ -259,7 +259,7 @@ Cut cut_for(const MatvecFp4Args& args, int columns, int warps) {
 
 // ---- few rows of BF16: two blocks a multiprocessor --------------------------------------------------------------------
 
-constexpr int FEW_WARPS = 16, MOST_FEW = 4;  // of more rows x comes too often to a multiprocessor
+constexpr int FEW_WARPS = 16, MOST_FEW = 2;  // with more, x in registers is faster even for 8 rows
 constexpr int MOST_PASSES = 4;
 
 // A warp's part of one row of x, [passes][X_PITCH], of which every lane has 16 bytes a pass.
@@ -690,6 +690,9 @@ const char* launch_tile_per_warp(const MatvecFp4Args& args, const RowCut& cut, c
 
 constexpr int REG_WARPS = 16, FEWEST_REG_WARPS = 8;
 constexpr int SUM_LAG = 2;
+// The first of the named barriers that say a slot is full. Warps arrive at those, and all lanes at the mbarriers that say it is
+// empty: racecheck does not follow one lane's arrival for what its warp has stored.
+constexpr int FULL = 1;
 constexpr int SUM_BATCH = 4;  // parts of a sum that a warp reads at a time
 constexpr __host__ __device__ int sum_slots(int nt) { return nt == 1 ? 4 : 6; }  // tiles whose sums wait in shared memory
 // Where a warp's next words wait: of two tiles in registers, or of STAGES tiles in shared memory.
@@ -701,7 +704,7 @@ constexpr int STAGES = 2;
 constexpr __host__ __device__ int stage_bytes(int scale_bytes) { return HELD * (UNIT_BYTES + TILE_ROWS * scale_bytes); }
 
 // A round is a tile of each cluster. Each warp has HELD groups of all tiles, and each block of a cluster block_groups.
-// Shared memory holds two mbarriers a slot, y[sum_slots][NT][parts][WARP] of float4, of which those past the last warp
+// Shared memory holds an mbarrier a slot, y[sum_slots][NT][parts][WARP] of float4, of which those past the last warp
 // are zeros, words[warps][stages][stage_bytes] and, where blocks share the columns, what they send: y[own tiles][cluster][NT][WARP].
 struct RegCut {
   int cluster, cluster_bits, clusters, rounds, warps;
@@ -725,7 +728,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
   // The last round is not for all.
   const int rounds = cut.rounds - (cluster + (cut.rounds - 1) * cut.clusters < cut.tiles ? 0 : 1);
   unsigned char* const smem = reinterpret_cast<unsigned char*>(&dynamic_smem<uint4>());
-  const uint32_t full = smem_u32(smem), empty = full + SLOTS * 8, slots = full + SLOTS_OFFSET, owned = full + cut.own_offset;
+  const uint32_t empty = smem_u32(smem), slots = empty + SLOTS_OFFSET, owned = empty + cut.own_offset;
   if (cut.cluster > 1) barrier_cluster_arrive_relaxed();  // its blocks are there: they may be sent to
 
   uint4 words[DEPTH][HELD][2];
@@ -744,7 +747,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     group_scales += round_units * TILE_ROWS;
   };
   // Each lane brings the codes that it will read; the scales are for all lanes.
-  const uint32_t ring = full + cut.words_offset + warp * (STAGES * STAGE_BYTES);
+  const uint32_t ring = empty + cut.words_offset + warp * (STAGES * STAGE_BYTES);
   const uint8_t* scale_bytes = static_cast<const uint8_t*>(args.scales) + (unit * TILE_ROWS * sizeof(Scale) + lane * 16);
   int asked = 0;
   const auto ask = [&] {
@@ -812,10 +815,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     if (!SHARED) load_first();
   }
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      mbarrier_init(full + slot * 8, cut.warps);
-      mbarrier_init(empty + slot * 8, NT);
-    }
+    for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(empty + slot * 8, NT * WARP);
     fence_mbarrier_init();
   }
   const int pads = cut.parts - cut.warps;
@@ -882,7 +882,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
   // One warp adds up eight columns of a tile; where blocks share the columns, it sends the sums to the block that adds up those.
   const auto add_up = [&](int sum) {
     const int round = sum / NT, j = sum % NT, slot = round % SLOTS;
-    mbarrier_wait(full + slot * 8, round / SLOTS & 1);
+    bar_sync(FULL + slot, cut.warps * WARP);
     float y[4] = {};
     uint32_t from = slots + slot * slot_bytes + j * column_bytes + lane * 16;
 #pragma unroll 1
@@ -896,8 +896,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
         y[2] += __uint_as_float(more[i].z), y[3] += __uint_as_float(more[i].w);
       }
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty + slot * 8);
+    mbarrier_arrive(empty + slot * 8);
     if (cut.cluster == 1) {
       store_four(cluster + round * cut.clusters, j, y);
     } else {
@@ -946,8 +945,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     for (int j = 0; j < NT; ++j)
       st_shared_v4_u32(to + slot * slot_bytes + j * column_bytes, make_uint4(__float_as_uint(y[j][0]), __float_as_uint(y[j][1]),
                                                                             __float_as_uint(y[j][2]), __float_as_uint(y[j][3])));
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(full + slot * 8);
+    if (next_sum / NT != round) bar_arrive(FULL + slot, cut.warps * WARP);  // who adds this tile up comes when it does
     if (round - LAG == next_sum / NT) {
       add_up(next_sum);
       next_sum += cut.warps;
