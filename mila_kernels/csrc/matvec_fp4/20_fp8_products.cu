@@ -24,9 +24,17 @@
 // Architectures: sm_90a
 // Most rows: 2
 // Spills: a register to six, with two rows, two or four passes and FP32 scales, and for more than 8 columns of B.
-// Instances: scale_dtype column_tiles
+// Instances: scale_dtype column_tiles few_rows chained
 #include "../hopper.cuh"
 #include "args.cuh"
+
+// More instances of a library: those that a build names, else all.
+#ifndef ONLY_FEW_ROWS
+#define ONLY_FEW_ROWS -1
+#endif
+#ifndef ONLY_CHAINED
+#define ONLY_CHAINED -1
+#endif
 
 constexpr auto LAYOUT_BYTES = static_cast<Layout>(3);  // words whose codes become bytes of E4M3
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
@@ -535,12 +543,15 @@ FewCut few_cut_for(const MatvecFp4Args& args) {
 
 template <typename Scale, int ROWS, int HALVES, int PASSES>
 const char* launch_few_rows(const MatvecFp4Args& args, const FewCut& cut, cudaStream_t stream) {
-  const auto with = [&]<bool SINGLE>() {
-    const auto kernel = args.chained ? matvec_few_rows<Scale, ROWS, HALVES, PASSES, SINGLE, true>
-                                     : matvec_few_rows<Scale, ROWS, HALVES, PASSES, SINGLE, false>;
-    return launch_overlapping(args.chained, kernel, cut.blocks, HALVES * FEW_WARPS * WARP, cut.smem_bytes, stream, args, cut);
+  const auto with = [&]<bool SINGLE, bool CHAINED>() {
+    const auto kernel = matvec_few_rows<Scale, ROWS, HALVES, PASSES, SINGLE, CHAINED>;
+    return launch_overlapping(CHAINED, kernel, cut.blocks, HALVES * FEW_WARPS * WARP, cut.smem_bytes, stream, args, cut);
   };
-  return cut.rounds == 1 ? with.template operator()<true>() : with.template operator()<false>();
+  if constexpr (ONLY_CHAINED != 0)
+    if (args.chained) return cut.rounds == 1 ? with.template operator()<true, true>() : with.template operator()<false, true>();
+  if constexpr (ONLY_CHAINED != 1)
+    if (!args.chained) return cut.rounds == 1 ? with.template operator()<true, false>() : with.template operator()<false, false>();
+  return "this library was built for another chained";
 }
 
 // Whether the launch was one for few rows; with the fewest passes that come out even. Where x takes longer than the words of a
@@ -563,8 +574,10 @@ extern "C" const char* launch_step(const MatvecFp4Args* args, cudaStream_t strea
     return with_columns(columns, [&]<int NT>() {
       if constexpr (NT == 1) {
         const char* error = nullptr;
-        if (args->dtype == DTYPE_BF16 && args->m == 1 && few_rows<Scale, 1>(error, *args, stream)) return error;
-        if (args->dtype == DTYPE_BF16 && args->m == 2 && few_rows<Scale, 2>(error, *args, stream)) return error;
+        if constexpr (ONLY_FEW_ROWS == -1 || ONLY_FEW_ROWS == 1)
+          if (args->dtype == DTYPE_BF16 && args->m == 1 && few_rows<Scale, 1>(error, *args, stream)) return error;
+        if constexpr (ONLY_FEW_ROWS == -1 || ONLY_FEW_ROWS == 2)
+          if (args->dtype == DTYPE_BF16 && args->m == 2 && few_rows<Scale, 2>(error, *args, stream)) return error;
       }
       const Cut cut = cut_for(*args, columns, max_warps(NT));
       const bool whole = cut.groups == cut.passes * cut.pass_units && cut.x_passes == cut.passes;
