@@ -24,6 +24,10 @@ DEFAULTS = {"device": "auto", "gpu": "h200", "preset": "quick", "seed": 0}
 INSTANCE = shapes.workload("prefill/published-instance")
 
 
+# The first of these to run waits for all notebooks, which build every step in emulation.
+RUNS_ALL = pytest.mark.timeout(600)
+
+
 def cells(path: Path, kind: str) -> list[Any]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
 
@@ -80,10 +84,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> batch.Report:
         return batch.reproduce(given={"device": "emulation"}, out=folder / "run", say=lambda line: None)
 
 
+@RUNS_ALL
 def test_every_notebook_runs_in_emulation(report: batch.Report) -> None:
     assert report.ok, str(report)
 
 
+@RUNS_ALL
 def test_emulation_proves_and_times_nothing(report: batch.Report) -> None:
     rows = results.read(report.folder, "parity")
     assert {row.step for row in rows} >= {"01_scalar", "02_smem_tiles"}
@@ -91,6 +97,7 @@ def test_emulation_proves_and_times_nothing(report: batch.Report) -> None:
     assert results.read(report.folder, "timings") == []
 
 
+@RUNS_ALL
 def test_executed_notebook_says_where_its_figures_come_from(report: batch.Report) -> None:
     for path in FILES:
         executed = (report.folder / "notebooks" / path.name).read_text()
@@ -98,6 +105,7 @@ def test_executed_notebook_says_where_its_figures_come_from(report: batch.Report
         assert "no recorded rows for h200 yet" in executed or "recorded on NVIDIA H200" in executed, path.name
 
 
+@RUNS_ALL
 def test_index_has_every_notebook_and_chart(report: batch.Report) -> None:
     page = (report.folder / "index.html").read_text()
     for path in FILES:
