@@ -99,10 +99,7 @@ def _innermost_loop(sass: str) -> Counter[str]:
                 if _weights_of(found):
                     loops.append(found)
         if loops:
-            smallest = min(loops, key=lambda loop: sum(loop.values()) / _weights_of(loop))
-            best = (
-                smallest if not best else min(best, smallest, key=lambda loop: sum(loop.values()) / _weights_of(loop))
-            )
+            best = min([*loops, best] if best else loops, key=lambda loop: sum(loop.values()) / _weights_of(loop))
     if not best:
         raise ValueError("sass: no loop with products or loads of x in it")
     return best
@@ -209,24 +206,25 @@ def _time_token(names: Sequence[str], device: torch.device, seed: int) -> Iterat
         return CounterRow(run_id="", op=step.op, step=step.name, source_sha=step.source_sha, workload=TOKEN,
                           metric=launches, value=us, unit="us")  # fmt: skip
 
-    layout, chain = "", None
+    chains: dict[str, TokenChain] = {}  # of one layout at a time
+
+    def chain_for(layout: str) -> TokenChain:
+        if layout not in chains:
+            chains.clear()  # frees the weights before the next are made
+            chains[layout] = token_chain(device, layout=layout, seed=seed)
+        return chains[layout]
+
     for name in names:
         step = steps.step(name)
-        if chain is None or linear.step_layout(step) != layout:
-            chain = None  # frees the weights before the next are made
-            layout = linear.step_layout(step)
-            chain = token_chain(device, layout=layout, seed=seed)
-        yield row(step, LAUNCHES[0], time_chain(chain, name, chained=False))
+        layout = linear.step_layout(step)
+        yield row(step, LAUNCHES[0], time_chain(chain_for(layout), name, chained=False))
         if "griddepcontrol_wait" in step.source:
-            yield row(step, LAUNCHES[1], time_chain(chain, name, chained=True))
+            yield row(step, LAUNCHES[1], time_chain(chain_for(layout), name, chained=True))
     for persistent in one_launch_steps():
         if build.device_misfit(persistent, device) is not None:
             continue
-        if chain is None or linear.step_layout(persistent) != layout:
-            chain = None
-            layout = linear.step_layout(persistent)
-            chain = token_chain(device, layout=layout, seed=seed)
-        yield row(persistent, LAUNCHES[2], time_one_launch(chain, persistent))
+        layout = linear.step_layout(persistent)
+        yield row(persistent, LAUNCHES[2], time_one_launch(chain_for(layout), persistent))
 
 
 # ---- real weights ----

@@ -6,7 +6,7 @@
 //   group. With 4, and a quarter of the products, half of it. 19 without decoding takes 9.5 us on fc_down (10.4), without
 //   products 8.9. In a loop a warp waits for the words of both its groups, as all that is asked for before a branch has one
 //   scoreboard; in a straight line the first is multiplied while the second is on its way. Together 0.5 to 1 us of each launch.
-// Measured: H200, 2026-11-30, alone (19 in brackets): one row, local_o 4.1 us (4.8), global_o 6.0 to 6.3 (6.9), local_qkv 6.05
+// Measured: H200, 2026-11-30, forms of this step, each in a run with 19 (in brackets): one row, local_o 4.1 us (4.8), global_o 6.0 to 6.3 (6.9), local_qkv 6.05
 //   (6.3), global_qk 6.6 (6.75), gate_up 15.8 (16.2), fc_down 10.1 (10.4), lm_head 114.5 to 115.7 (115.2); two rows, gate_up
 //   16.4 (17.2), local_o 4.4 (5.4), local_qkv 6.6 (7.2), global_qk 7.2 (7.65), global_o 6.7 (7.9), fc_down 12.1 (11.9). The
 //   straight line is most of it: global_o in a loop of two passes takes 7.3, local_o 4.5, and with BF16 products in one 6.5 and
@@ -286,8 +286,7 @@ constexpr uint32_t E5M2_BITS = 0xff00ff00u;  // of a pair of FP16: an E5M2 is th
 // for other banks), and from eight columns to the next.
 constexpr uint32_t X_K_STEP = 144, X_N_STEP = 8 * X_K_STEP;
 
-// A warp's columns of B are two in each eight, those whose sums its lanes t hold, t being
-// its slice.
+// A warp's columns of B are two in each eight, those whose sums its lanes t hold, t being its slice.
 template <int ROWS>
 struct Columns {
   static constexpr int N = ceil_div(ROWS * TERMS, 2) * 8;

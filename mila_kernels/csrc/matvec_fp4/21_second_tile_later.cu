@@ -1,6 +1,6 @@
-// Change: 5 to 8 rows of BF16: the words of a warp's second tile are asked for when x has come, and not together with the
+// Change: 3 to 8 rows of BF16: the words of a warp's second tile are asked for when x has come, and not together with the
 //   first tile's; the first 16 rounds are one straight line; words wait in registers from 2 rounds on, not from 12. With 16
-//   columns of B up to 8 rounds are one straight line. 3 and 4 rows take the way of 8.
+//   columns of B up to 8 rounds are one straight line.
 // Prediction: All 60 KB of words that a multiprocessor asks for at the start stand before x, which all products wait for.
 //   Half of them stand for less time, and the other half is asked for early enough as long as the first is being multiplied.
 //   What a loop has asked for is waited for at its head, all of it: in a line a warp waits for one tile only. 0.3 us each.
@@ -689,7 +689,7 @@ const char* launch_tile_per_warp(const MatvecFp4Args& args, const RowCut& cut, c
 // ---- more rows: x stays in registers ------------------------------------------------------------------------------------
 
 constexpr int REG_WARPS = 16, FEWEST_REG_WARPS = 8;
-constexpr int SUM_LAG = 2;
+constexpr int LAG = 2;  // a warp adds up a tile when it has done so many more
 // The first of the named barriers that say a slot is full. Warps arrive at those, and all lanes at the mbarriers that say it is
 // empty: racecheck does not follow one lane's arrival for what its warp has stored.
 constexpr int FULL = 1;
@@ -719,7 +719,7 @@ constexpr int SLOTS_OFFSET = 128;  // after the mbarriers
 template <typename Scale, int NT, bool SHARED, int LINE>
 __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     matvec_x_in_registers(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ RegCut cut) {
-  constexpr int SLOTS = sum_slots(NT), LAG = SLOTS == 4 ? 2 : SUM_LAG;  // a warp adds up a tile when it has done LAG more
+  constexpr int SLOTS = sum_slots(NT);
   constexpr int DEPTH = SHARED ? 1 : 2, STAGE_BYTES = stage_bytes(sizeof(Scale));
   constexpr int CHAINS = SHARED && NT == 1 ? 2 : 1;  // of products a group, where registers are left
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4, terms = terms_of(args.dtype);
