@@ -6,20 +6,21 @@
 //   group. With 4, and a quarter of the products, half of it. 19 without decoding takes 9.5 us on fc_down (10.4), without
 //   products 8.9. In a loop a warp waits for the words of both its groups, as all that is asked for before a branch has one
 //   scoreboard; in a straight line the first is multiplied while the second is on its way. Together 0.5 to 1 us of each launch.
-// Measured: H200, 2026-11-30, forms of this step, each in a run with 19 (in brackets): one row, local_o 4.1 us (4.8), global_o 6.0 to 6.3 (6.9), local_qkv 6.05
-//   (6.3), global_qk 6.6 (6.75), gate_up 15.8 (16.2), fc_down 10.1 (10.4), lm_head 114.5 to 115.7 (115.2); two rows, gate_up
-//   16.4 (17.2), local_o 4.4 (5.4), local_qkv 6.6 (7.2), global_qk 7.2 (7.65), global_o 6.7 (7.9), fc_down 12.1 (11.9). The
-//   straight line is most of it: global_o in a loop of two passes takes 7.3, local_o 4.5, and with BF16 products in one 6.5 and
-//   4.4, fc_down 9.9. Loads that the compiler moves to the end of a loop cost 0.3 us of gate_up. Columns of B 128 bytes apart
-//   for each 16 of K, not 144: 13.6 on fc_down, 6.9 on global_o, as the lanes that store x meet in the same banks. One block a
-//   multiprocessor, whose halves have x together: fc_down 9.9 to 10.2 (11.5 with two), but local_o 4.5, gate_up 16.1, global_qk
-//   7.0. The second group asked for behind x: global_o 6.2 (5.85), fc_down 9.8 (10.1). Two rounds in a straight line: local_qkv
-//   6.1, global_qk 6.9. Four rows, as two times two columns' products, gate_up 22.7 (18.0). Other designs, gate_up, fc_down and
-//   local_o: words by cp.async, each lane its own, 17.1, 10.5 and 4.8 (without products and x 17.2, 10.0 and 4.3: so it is
-//   slower to read); a ring of bulk copies of 4 KB, 64 KB deep, 22.6, 13.3 and 5.9, 128 KB deep 23.2, 13.7 and 6.8 (x stands
-//   behind what has been asked for, and one thread cannot ask fast enough), in two blocks 17.6, 14.3 and 5.4; the same with
-//   four threads that ask, tiles cut so that all blocks have as many groups, and their sums through global memory 18.6, 12.3
-//   and 6.0; that with BF16 products and cp.async 18.4, 10.8 and 5.7. Tiles of 15 rows, which come out even, in 16: nothing.
+// Measured: H200, 2026-11-30, forms of this step, each in a run with 19 (in brackets): one row, local_o 4.1 us (4.8), global_o
+//   6.0 to 6.3 (6.9), local_qkv 6.05 (6.3), global_qk 6.6 (6.75), gate_up 15.8 (16.2), fc_down 10.1 (10.4), lm_head 114.5 to
+//   115.7 (115.2); two rows, gate_up 16.4 (17.2), local_o 4.4 (5.4), local_qkv 6.6 (7.2), global_qk 7.2 (7.65), global_o 6.7
+//   (7.9), fc_down 12.1 (11.9). The straight line is most of it: global_o in a loop of two passes takes 7.3, local_o 4.5, and
+//   with BF16 products in one 6.5 and 4.4, fc_down 9.9. Loads that the compiler moves to the end of a loop cost 0.3 us of
+//   gate_up. Columns of B 128 bytes apart for each 16 of K, not 144: 13.6 on fc_down, 6.9 on global_o, as the lanes that store
+//   x meet in the same banks. One block a multiprocessor, whose halves have x together: fc_down 9.9 to 10.2 (11.5 with two),
+//   but local_o 4.5, gate_up 16.1, global_qk 7.0. The second group asked for behind x: global_o 6.2 (5.85), fc_down 9.8
+//   (10.1). Two rounds in a straight line: local_qkv 6.1, global_qk 6.9. Four rows, as two times two columns' products,
+//   gate_up 22.7 (18.0). Other designs, gate_up, fc_down and local_o: words by cp.async, each lane its own, 17.1, 10.5 and 4.8
+//   (without products and x 17.2, 10.0 and 4.3: so it is slower to read); a ring of bulk copies of 4 KB, 64 KB deep, 22.6,
+//   13.3 and 5.9, 128 KB deep 23.2, 13.7 and 6.8 (x stands behind what has been asked for, and one thread cannot ask fast
+//   enough), in two blocks 17.6, 14.3 and 5.4; the same with four threads that ask, tiles cut so that all blocks have as many
+//   groups, and their sums through global memory 18.6, 12.3 and 6.0; that with BF16 products and cp.async 18.4, 10.8 and 5.7.
+//   Tiles of 15 rows, which come out even, in 16: nothing.
 // Verdict: Kept: 2 to 15% of one row, 5 to 18% of two, but for fc_down. 9.9 on fc_down and 6.5 on global_qk were the aims.
 // Architectures: sm_90a
 // Most rows: 2
