@@ -253,6 +253,29 @@ def test_x_in_registers(step: str, n: int, k: int, m: int, dtype: torch.dtype, d
             assert torch.equal(matvec(step, x, w), want)
 
 
+# A warp owns a tile: clusters of 8 in one round, with warps that have none; clusters of 2 in two rounds, the last not whole.
+@pytest.mark.parametrize("n, k, multiprocessors", [(50, 15360, 9), (20, 8192, 9), (300, 3840, 2)])
+@pytest.mark.parametrize("m", [5, 11, 16])
+def test_a_cluster_shares_the_columns_of_its_tiles(
+    n: int, k: int, multiprocessors: int, m: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = "matvec_fp4/22_wgmma_tiles"
+    skip_unless_it_runs(step, device)
+    if device.type == "cpu":  # so few that a cluster takes several tiles
+        monkeypatch.setattr(linear, "_device_limits", lambda device: (multiprocessors, 227 * 1024))
+    w = quantize_fp4(random((n, k), 3) / k**0.5, scale_dtype=(torch.float32, BF16)[m % 2]).to(device)
+    x, bias = random((m, k), 4, BF16).to(device), random((n,), 5, BF16).to(device)
+    for factor in (1.0, 2.0**100):
+        y = matvec(step, x * factor, w, bias=bias)
+        assert rel_l2(y, reference.matvec(x * factor, w.dequantize(torch.float64), bias)) <= bound(y)
+    want = matvec(step, x, w)
+    assert rel_l2(want, reference.matvec(x, w.dequantize(torch.float64))) <= bound(want)
+    assert torch.equal(matvec(step, x, w, chained=True), want)
+    if device.type == "cpu" and n * k < 600_000:
+        with build.emulation(check=True, seed=m):
+            assert torch.equal(matvec(step, x, w), want)
+
+
 @pytest.mark.parametrize("name", ["matvec_fp4", "matvec_fp8"])
 def test_every_number_of_rows(name: str, device: torch.device) -> None:
     w = quantize(name, random((32, 256), 1)).to(device)

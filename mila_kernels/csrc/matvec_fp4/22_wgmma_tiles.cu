@@ -1,0 +1,1106 @@
+// Change: 3 to 16 rows of BF16 where a cluster's multiprocessors can share the columns of few tiles: a warp owns a tile, and
+//   takes the groups of its block one after the other; x lies in shared memory for wgmma, decoded words are its operand in
+//   registers. Nothing is added up before the end, and then over the cluster alone.
+// Prediction: 21 has x in registers, 123 KB in each of 120 multiprocessors on fc_down with 16 rows, and adds up every tile over
+//   15 warps. In clusters of 8 x is 61 KB, of which a read serves four warps; 1 to 1.5 us less.
+// Measured: H200, 2026-11-30, recorded as the steps are, 21 in brackets: 16 rows, fc_down 11.0 us (12.7), gate_up 19.2 (20.9).
+//   Prototypes in one run: 16 rows, global_o 7.9 (9.2); 8 rows, fc_down 10.7 (11.7), global_o 7.5 (7.9). How many groups of words
+//   are asked for before x has come is most of it: fc_down with 16 rows 11.4, 11.9, 12.1 with 4, 5, 6 groups and 11.0 with 3;
+//   with 8 groups 12.8, all of them in front of x 14.4, and with the words' way into L2 asked for first 14.3. Then code that is
+//   fetched in front of the first product: 0.5 us less without FP16's part of it (which 21's kernels do). In a loop, which waits
+//   for each product, 13.3. Of 10.9 us x is 0.5, the products are 1.0 and the sums 0.5; 9.3 without all three.
+//   Sums through global memory, by the block that comes last, 6 blocks for the columns of 11 tiles, all 132 multiprocessors at
+//   work: 12.9. Clusters of 6, 17 of which fit at a time, 21.3, of 4 12.2. 21 in clusters of 8, a group a warp, 13.3 to 15.6.
+//   Where it is not used: gate_up with 8 rows 18.0 (17.3), local_qkv 9.1 to 9.3 and 7.7 (8.5, 7.3), local_o, in clusters of 4 or
+//   8, 6.0 to 6.2 and 5.7 (6.15, 5.2), global_qk 10.0 and 8.5 (9.0, 7.8).
+// Verdict: Kept: 14% of fc_down with 16 rows, 8 with 8, 8% of gate_up with 16. 11.5 and 19 were the aims.
+// Rows: 3
+// Predecessor: 21_second_tile_later
+// Architectures: sm_90a
+// Instances: scale_dtype column_tiles
+#include "../hopper.cuh"
+#include "args.cuh"
+
+constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
+constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a time
+constexpr int max_warps(int nt) { return nt == 4 ? 12 : 16; }  // by the registers that columns of B take
+constexpr int X_PITCH = HELD * GROUP + 8;  // of a column; 16 bytes more for other banks
+constexpr uint32_t BF16_BITS = 0x81c081c0u;
+
+// The same as _unfold in mila_kernels/linear.py, which solves for the word.
+DEVICE void decode(uint32_t (&a)[4], uint32_t word) {
+  a[0] = word & BF16_BITS;
+  a[1] = (word << 6) & BF16_BITS;
+  a[2] = __funnelshift_l(word, word, 12) & BF16_BITS;
+  a[3] = (word >> 6 ^ word << 2) & BF16_BITS;
+}
+
+// How a launch cuts the work. A round is a tile of each block, a pass HELD groups of each warp. Shared memory holds, per
+// warp, x[x_passes][columns][X_PITCH] and after all of them y[y_rounds][warps][columns][TILE_ROWS].
+struct Cut {
+  int warps, passes, rounds;
+  int x_passes;  // whose x is in shared memory at a time: all, or one
+  int y_rounds;  // between two sums over the warps
+  int tiles, groups;
+  int pass_units, round_units;  // from one pass, and from the last one of a round, to the next; in groups of a tile
+  int blocks, smem_bytes;
+};
+
+// Eight BF16 times X_FACTOR. Bits 15 and 31 of `ends` are set where one became an infinity or a NaN: too large.
+DEVICE uint4 times_x_factor(const uint4& x, uint32_t& ends) {
+  const __nv_bfloat162 factor = __float2bfloat162_rn(X_FACTOR);
+  const auto both = [&](uint32_t pair) {
+    const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), factor);
+    const uint32_t bits = reinterpret_cast<const uint32_t&>(product);
+    ends |= (bits & 0x7f807f80u) + 0x00800080u;
+    return bits;
+  };
+  return make_uint4(both(x.x), both(x.y), both(x.z), both(x.w));
+}
+
+// Brings a warp's part of x in, for x_passes passes from group `first` on, BATCH rows at a time, and gives the factor that
+// it was multiplied by. Calls meanwhile() while the first rows are on their way.
+template <int BATCH, typename F>
+DEVICE float bring_x(const MatvecFp4Args& args, const Cut& cut, bf16* x_warp, int first, int lane, F meanwhile) {
+  const int terms = terms_of(args.dtype), rows = cut.x_passes * args.m;
+#pragma unroll 1
+  for (float factor = X_FACTOR;; factor = 1.0f) {
+    const uint16_t* from = static_cast<const uint16_t*>(args.x) + first * GROUP + lane * 8;
+    int k = first * GROUP + lane * 8, m = 0;
+    bf16* to = x_warp + lane * 8;
+    uint32_t ends = 0;
+#pragma unroll 1
+    for (int row = 0; row < rows; row += BATCH) {
+      uint4 loaded[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (row + i >= rows) break;
+        loaded[i] = k < args.k ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+        from += args.x_stride;
+        if (++m < args.m) continue;
+        m = 0;
+        k += cut.pass_units * GROUP;
+        from += cut.pass_units * GROUP - args.m * args.x_stride;
+      }
+      if (row == 0 && factor == X_FACTOR) meanwhile();
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (row + i >= rows) break;
+        if (args.dtype == DTYPE_FP16) {  // ends at 65504: never too large
+          uint4 split[2];
+          split_terms(split, loaded[i], factor);
+          *reinterpret_cast<uint4*>(to) = split[0];
+          *reinterpret_cast<uint4*>(to + X_PITCH) = split[1];
+        } else {
+          *reinterpret_cast<uint4*>(to) = factor == 1.0f ? loaded[i] : times_x_factor(loaded[i], ends);
+        }
+        to += terms * X_PITCH;
+      }
+    }
+    const bool too_large = factor != 1.0f && __any_sync(ALL_LANES, (ends & 0x80008000u) != 0);
+    __syncwarp();
+    if (!too_large) return factor;
+  }
+}
+
+// WHOLE: every warp has HELD groups in every pass, and all of x fits.
+template <typename Scale, int NT, bool WHOLE>
+__global__ void __launch_bounds__(max_warps(NT) * WARP, 1)
+    matvec_column_split(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ Cut cut) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const int terms = terms_of(args.dtype), columns = args.m * terms;
+  bf16* const x_smem = &dynamic_smem<bf16>();
+  bf16* const x_warp = x_smem + warp * cut.x_passes * columns * X_PITCH;
+  const auto group_of = [&](int pass) { return (pass * cut.warps + warp) * HELD; };
+  // Past the last group a warp reads the last one again, and multiplies it by zeros of x.
+  uint4 words[HELD][2];
+  Scale scales[HELD][2];
+  uint32_t unit, second = 1;  // of the next to load: tile * groups + group; whether the warp has a second one there
+  const auto aim = [&](int round, int pass) {
+    unit = (blockIdx.x + round * gridDim.x) * cut.groups + min(group_of(pass), cut.groups - 1);
+    second = group_of(pass) + 1 < cut.groups ? 1 : 0;
+  };
+  const auto load = [&](int i) {
+    const uint64_t from = unit + (WHOLE ? i : i * second);
+    const uint8_t* codes = args.codes + from * UNIT_BYTES + lane * 16;
+    words[i][0] = ld_global_nc_no_allocate_v4_u32(codes);
+    words[i][1] = ld_global_nc_no_allocate_v4_u32(codes + 512);
+    load_pair(scales[i], static_cast<const Scale*>(args.scales) + from * TILE_ROWS + g * 2);
+  };
+  const auto load_first = [&] {
+    aim(0, 0);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) load(i);
+  };
+  if (args.chained) {
+    load_first();
+    griddepcontrol_wait();
+  }
+  const auto bring = [&](int pass, auto meanwhile) {
+    return 0x1p126f / bring_x<WHOLE ? 8 : NT == 1 ? 4 : 2>(args, cut, x_warp, group_of(pass), lane, meanwhile);
+  };
+  float restore = bring(0, [&] {
+    if (!args.chained) load_first();
+  });
+
+  // The last round is not for all blocks. Columns past the last are copies of it, and dropped at the end.
+  const int rounds = cut.rounds - (blockIdx.x + (cut.rounds - 1) * gridDim.x < cut.tiles ? 0 : 1);
+  const bf16* x_lane[NT];
+#pragma unroll
+  for (int j = 0; j < NT; ++j) x_lane[j] = x_warp + min(j * 8 + g, columns - 1) * X_PITCH + t * 16;
+  float* const y_smem = reinterpret_cast<float*>(x_smem + cut.warps * cut.x_passes * columns * X_PITCH);
+  float* const y_lane = y_smem + (warp * columns + 2 * t) * TILE_ROWS + g;
+
+  for (int begin = 0; begin < rounds; begin += cut.y_rounds) {
+    const int end = min(begin + cut.y_rounds, rounds);
+    for (int first = 0; first < cut.passes; first += WHOLE ? cut.passes : cut.x_passes) {
+      const int last = WHOLE ? cut.passes : first + cut.x_passes;
+      if (!WHOLE && cut.x_passes < cut.passes && begin + first > 0) {
+        __syncwarp();  // the last part of x has been read
+        restore = bring(first, [] {});
+      }
+      for (int round = begin; round < end; ++round) {
+        // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
+        if (round + 1 == rounds) griddepcontrol_launch_dependents();
+        float y_regs[NT][4] = {};
+        for (int pass = first; pass < last; ++pass) {
+          bool more = pass + 1 < last || round + 1 < (WHOLE ? rounds : end);
+          if (WHOLE) {
+            unit += pass + 1 < last ? cut.pass_units : cut.round_units;
+          } else if (more) {
+            pass + 1 < last ? aim(round, pass + 1) : aim(round + 1, first);
+          } else if (last < cut.passes) {
+            aim(begin, last), more = true;
+          } else if (end < rounds) {
+            aim(end, 0), more = true;
+          }
+          const int x_pass = (pass - first) * columns * X_PITCH;
+#pragma unroll
+          for (int i = 0; i < HELD; ++i) {
+            float sums[2][NT][4] = {};
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair)
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                uint32_t a[2][4];
+                decode(a[0], pair == 0 ? words[i][half].x : words[i][half].z);
+                decode(a[1], pair == 0 ? words[i][half].y : words[i][half].w);
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                  const bf16* x = x_lane[j] + x_pass + i * GROUP + half * 64 + pair * 8;
+                  const uint4 b = *reinterpret_cast<const uint4*>(x);
+                  mma_m16n8k16<bf16>(sums[half][j], a[0], b.x, b.y);
+                  mma_m16n8k16<bf16>(sums[half][j], a[1], b.z, b.w);
+                }
+              }
+            const float scale[2] = {to_float(scales[i][0]), to_float(scales[i][1])};
+            if (more) load(i);
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+              for (int c = 0; c < 4; ++c) y_regs[j][c] += (sums[0][j][c] + sums[1][j][c]) * restore * scale[c / 2];
+          }
+        }
+        float* const y_tile = y_lane + (round - begin) * cut.warps * columns * TILE_ROWS;
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            if (j * 8 + 2 * t + c % 2 >= columns) continue;
+            float& y = y_tile[(j * 8 + c % 2) * TILE_ROWS + c / 2 * 8];
+            y = !WHOLE && first > 0 ? y + y_regs[j][c] : y_regs[j][c];
+          }
+      }
+    }
+
+    __syncthreads();
+    for (int i = threadIdx.x; i < (end - begin) * args.m * TILE_ROWS; i += blockDim.x) {
+      const int row = i % TILE_ROWS, round = i / TILE_ROWS / args.m, m = i / TILE_ROWS - round * args.m;
+      const float* y = y_smem + (round * cut.warps * columns + m * terms) * TILE_ROWS + row;
+      float sum = sum_over_warps(y, cut.warps, columns * TILE_ROWS);
+      if (terms == 2) sum += sum_over_warps(y + TILE_ROWS, cut.warps, columns * TILE_ROWS);
+      const int64_t n = (blockIdx.x + static_cast<int64_t>(begin + round) * gridDim.x) * TILE_ROWS + row;
+      if (n < args.n) store_y(args, m, static_cast<int>(n), sum);
+    }
+    if (end < rounds) __syncthreads();  // the sums have been read
+  }
+}
+
+Cut cut_for(const MatvecFp4Args& args, int columns, int warps) {
+  const int x_bytes = columns * X_PITCH * static_cast<int>(sizeof(bf16));       // of a warp and a pass
+  const int y_bytes = columns * TILE_ROWS * static_cast<int>(sizeof(float));  // of a warp and a round
+  const int limit = args.smem_limit - 1024;
+  Cut cut;
+  cut.groups = args.k / GROUP;
+  cut.tiles = ceil_div(args.n, TILE_ROWS);
+  cut.passes = ceil_div(cut.groups, min(warps, limit / (x_bytes + y_bytes)) * HELD);
+  cut.warps = ceil_div(cut.groups, cut.passes * HELD);
+  cut.rounds = ceil_div(cut.tiles, args.sm_count);
+  cut.blocks = ceil_div(cut.tiles, cut.rounds);
+  cut.x_passes = cut.warps * (cut.passes * x_bytes + y_bytes) <= limit ? cut.passes : 1;
+  cut.y_rounds = min(cut.rounds, (limit / cut.warps - cut.x_passes * x_bytes) / y_bytes);
+  cut.smem_bytes = cut.warps * (cut.x_passes * x_bytes + cut.y_rounds * y_bytes);
+  cut.pass_units = cut.warps * HELD;
+  cut.round_units = cut.blocks * cut.groups - (cut.passes - 1) * cut.pass_units;
+  return cut;
+}
+
+// ---- more than 8 columns of B: a warp owns a tile ---------------------------------------------------------------------
+
+constexpr int ROW_WARPS = 16;
+constexpr int FEWEST_ROW_WARPS = 12;  // with fewer, too few bytes are in flight
+constexpr int Y_PITCH = TILE_ROWS + 1;
+constexpr __host__ __device__ int row_held(int nt) { return nt == 4 ? 2 : 3; }  // groups of a tile in registers; columns of B take them too
+
+// A cluster takes `warps` tiles a round, each of its blocks `block_groups` of their groups. Shared memory holds
+// x[columns][x_pitch(block_groups)] and, where blocks share the columns, y[warps][NT * 8][Y_PITCH].
+struct RowCut {
+  int cluster, warps, rounds, tile_step;  // tile_step: from one round to the next
+  int block_groups, groups, tiles;
+  int slot_groups, slot_rows;  // what 16 threads bring of x is a slot; the block's slots are so many groups and rows
+  int y_offset, blocks, smem_bytes;
+};
+
+// Brings groups of x in, from `first` on, by all threads of the block, with a barrier at the end; else as bring_x.
+template <int BATCH, typename F>
+DEVICE float bring_x_of_block(const MatvecFp4Args& args, const RowCut& cut, bf16* x_smem, int first, int groups, F meanwhile) {
+  const int terms = terms_of(args.dtype), pitch = x_pitch(cut.block_groups * GROUP);
+  const int slot = threadIdx.x / 16, column = threadIdx.x % 16 * 8;
+  const uint16_t* const from = static_cast<const uint16_t*>(args.x) + first * GROUP + column;
+#pragma unroll 1
+  for (float factor = X_FACTOR;; factor = 1.0f) {
+    int group = slot / args.m, row = slot - group * args.m;
+    uint32_t ends = 0;
+    bool begun = factor != X_FACTOR;
+    do {
+      uint4 loaded[BATCH];
+      int to[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        to[i] = -1;
+        if (group < groups) {
+          loaded[i] = *reinterpret_cast<const uint4*>(from + row * args.x_stride + group * GROUP);
+          to[i] = row * terms * pitch + group * GROUP + column;
+        }
+        group += cut.slot_groups;
+        row += cut.slot_rows;
+        if (row >= args.m) row -= args.m, ++group;
+      }
+      if (!begun) meanwhile();
+      begun = true;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (to[i] < 0) continue;
+        if (args.dtype == DTYPE_FP16) {
+          uint4 split[2];
+          split_terms(split, loaded[i], factor);
+          *reinterpret_cast<uint4*>(x_smem + to[i]) = split[0];
+          *reinterpret_cast<uint4*>(x_smem + to[i] + pitch) = split[1];
+        } else {
+          *reinterpret_cast<uint4*>(x_smem + to[i]) = factor == 1.0f ? loaded[i] : times_x_factor(loaded[i], ends);
+        }
+      }
+    } while (group < groups);
+    const bool too_large = __syncthreads_or(factor != 1.0f && (ends & 0x80008000u) != 0);
+    if (!too_large) return factor;
+  }
+}
+
+template <typename Scale, int NT>
+__global__ void __launch_bounds__(ROW_WARPS* WARP, 1)
+    matvec_tile_per_warp(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ RowCut cut) {
+  constexpr int HELD_ROW = row_held(NT);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const int terms = terms_of(args.dtype), columns = args.m * terms, pitch = x_pitch(cut.block_groups * GROUP);
+  const int part = cut.cluster == 1 ? 0 : static_cast<int>(cluster_ctarank());
+  const int first_tile = static_cast<int>(blockIdx.x) / cut.cluster * cut.warps + warp;
+  const int first_group = min(part * cut.block_groups, cut.groups);
+  const int groups = min(cut.block_groups, cut.groups - first_group);  // of this block, perhaps none
+  bf16* const x_smem = &dynamic_smem<bf16>();
+  float* const y_smem = reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(x_smem) + cut.y_offset);
+
+  uint4 words[HELD_ROW][2];
+  Scale scales[HELD_ROW][2];
+  const uint8_t* codes;
+  const Scale* tile_scales;
+  const auto load_words = [&](int i, int group) {
+    words[i][0] = ld_global_nc_no_allocate_v4_u32(codes + group * UNIT_BYTES);
+    words[i][1] = ld_global_nc_no_allocate_v4_u32(codes + group * UNIT_BYTES + 512);
+  };
+  const auto load_first = [&](int round) {  // past the last tile, of the last one again
+    const uint64_t unit = static_cast<uint64_t>(min(first_tile + round * cut.tile_step, cut.tiles - 1)) * cut.groups + first_group;
+    codes = args.codes + unit * UNIT_BYTES + lane * 16;
+    tile_scales = static_cast<const Scale*>(args.scales) + unit * TILE_ROWS + g * 2;
+#pragma unroll
+    for (int i = 0; i < HELD_ROW; ++i) {
+      if (i >= groups) break;
+      load_words(i, i);
+      load_pair(scales[i], tile_scales + i * TILE_ROWS);
+    }
+  };
+  if (args.chained) {
+    load_first(0);
+    griddepcontrol_wait();
+  }
+  const float restore = 0x1p126f / bring_x_of_block<NT == 4 ? 4 : 8>(args, cut, x_smem, first_group, groups, [&] {
+    if (!args.chained) load_first(0);
+  });
+
+  // Columns past the last are copies of it, and dropped at the end.
+  const bf16* x_lane[NT];
+#pragma unroll
+  for (int j = 0; j < NT; ++j) x_lane[j] = x_smem + min(j * 8 + g, columns - 1) * pitch + t * 16;
+
+  for (int round = 0; round < cut.rounds; ++round) {
+    // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
+    if (round + 1 == cut.rounds) griddepcontrol_launch_dependents();
+    float y_regs[NT][4] = {};
+    for (int begin = 0; begin < groups; begin += HELD_ROW) {
+#pragma unroll
+      for (int i = 0; i < HELD_ROW; ++i) {
+        const int group = begin + i, next = group + HELD_ROW;
+        if (group >= groups) break;
+        float sums[NT][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t word[4] = {words[i][half].x, words[i][half].y, words[i][half].z, words[i][half].w};
+#pragma unroll
+          for (int pair = 0; pair < 2; ++pair) {
+            uint32_t a[2][4];
+            decode(a[0], word[2 * pair]);
+            decode(a[1], word[2 * pair + 1]);
+            if (half == 1 && pair == 1 && next < groups) load_words(i, next);
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+              const uint4 b = *reinterpret_cast<const uint4*>(x_lane[j] + group * GROUP + half * 64 + pair * 8);
+              mma_m16n8k16<bf16>(sums[j], a[0], b.x, b.y);
+              mma_m16n8k16<bf16>(sums[j], a[1], b.z, b.w);
+            }
+          }
+        }
+        const float scale[2] = {to_float(scales[i][0]), to_float(scales[i][1])};
+        if (next < groups) load_pair(scales[i], tile_scales + next * TILE_ROWS);
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) y_regs[j][c] += sums[j][c] * restore * scale[c / 2];
+      }
+    }
+    if (round + 1 < cut.rounds) load_first(round + 1);
+
+    if (cut.cluster == 1) {
+      const int64_t row = (first_tile + static_cast<int64_t>(round) * cut.tile_step) * TILE_ROWS + g;
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int column = j * 8 + 2 * t + c % 2;
+          const int64_t n = row + c / 2 * 8;
+          if (column >= columns || n >= args.n || (terms == 2 && c % 2 == 1)) continue;
+          const float other = terms == 2 ? y_regs[j][c | 1] : 0.0f;  // the second term of the same row of x
+          store_y(args, column / terms, static_cast<int>(n), y_regs[j][c] + other);
+        }
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        y_smem[(warp * NT * 8 + j * 8 + 2 * t + c % 2) * Y_PITCH + g + c / 2 * 8] = y_regs[j][c];
+    barrier_cluster_arrive();
+    barrier_cluster_wait();
+    const int outputs = cut.warps * args.m * TILE_ROWS;
+    for (int i = part * blockDim.x + threadIdx.x; i < outputs; i += cut.cluster * blockDim.x) {
+      const int row = i % TILE_ROWS, tile = i / TILE_ROWS / args.m, m = i / TILE_ROWS - tile * args.m;
+      float sum = 0.0f;
+      for (int term = 0; term < terms; ++term) {
+        const uint32_t here = smem_u32(y_smem + (tile * NT * 8 + m * terms + term) * Y_PITCH + row);
+        for (int p = 0; p < cut.cluster; ++p) sum += __uint_as_float(ld_shared_cluster_u32(mapa_shared_cluster(here, p)));
+      }
+      const int64_t n = (first_tile - warp + tile + static_cast<int64_t>(round) * cut.tile_step) * TILE_ROWS + row;
+      if (n < args.n) store_y(args, m, static_cast<int>(n), sum);
+    }
+    barrier_cluster_arrive();  // the sums have been read
+    barrier_cluster_wait();
+  }
+}
+
+// The cut that brings the fewest bytes to a multiprocessor. What a cluster's sums take counts as 50 KB, and may be half of
+// the weights at most. No warps: x fits no block, or too few tiles are left for the warps of one.
+RowCut row_cut_for(const MatvecFp4Args& args, int columns, int nt) {
+  RowCut best = {};
+  int64_t fewest = INT64_MAX;
+  const int groups = args.k / GROUP, tiles = ceil_div(args.n, TILE_ROWS);
+  for (int cluster = 1; cluster <= 8; cluster *= 2) {
+    // Larger clusters do not come out even in the parts of a chip that they must lie in.
+    const int clusters = (cluster <= 2 ? args.sm_count : args.sm_count * 94 / 100) / cluster;
+    if (clusters == 0) break;
+    RowCut cut = {};
+    cut.cluster = cluster;
+    cut.groups = groups;
+    cut.tiles = tiles;
+    cut.rounds = ceil_div(tiles, clusters * ROW_WARPS);
+    cut.warps = ceil_div(tiles, clusters * cut.rounds);
+    cut.blocks = ceil_div(tiles, cut.rounds * cut.warps) * cluster;
+    cut.tile_step = cut.blocks / cluster * cut.warps;
+    cut.block_groups = ceil_div(groups, cluster);
+    cut.slot_groups = cut.warps * 2 / args.m;
+    cut.slot_rows = cut.warps * 2 % args.m;
+    cut.y_offset = static_cast<int>(x_smem_bytes(columns, cut.block_groups * GROUP));
+    const int y_bytes = cluster == 1 ? 0 : cut.warps * nt * 8 * Y_PITCH * static_cast<int>(sizeof(float));
+    cut.smem_bytes = cut.y_offset + y_bytes;
+    if (static_cast<int64_t>(columns) * cut.block_groups * GROUP * 2 + y_bytes > args.smem_limit - 2048) continue;
+    if (cut.warps < FEWEST_ROW_WARPS) continue;
+    const int64_t weights = static_cast<int64_t>(cut.rounds) * cut.warps * cut.block_groups * UNIT_BYTES;
+    const int64_t sums = cluster > 1 ? cut.rounds * 50000 : 0, bytes = weights + cut.y_offset + sums;
+    if (bytes < fewest && sums <= weights / 2) fewest = bytes, best = cut;
+  }
+  return best;
+}
+
+template <typename Scale, int NT>
+const char* launch_tile_per_warp(const MatvecFp4Args& args, const RowCut& cut, cudaStream_t stream) {
+  const auto kernel = matvec_tile_per_warp<Scale, NT>;
+  const int threads = cut.warps * WARP;
+  if (cut.cluster == 1)
+    return launch_overlapping(args.chained, kernel, cut.blocks, threads, cut.smem_bytes, stream, args, cut);
+  return launch_cluster(kernel, cut.blocks, cut.cluster, threads, cut.smem_bytes, stream, args, cut);
+}
+
+// ---- more rows: x stays in registers ------------------------------------------------------------------------------------
+
+constexpr int REG_WARPS = 16, FEWEST_REG_WARPS = 8;
+constexpr int LAG = 2;  // a warp adds up a tile when it has done so many more
+// The first of the named barriers that say a slot is full. Warps arrive at those, and all lanes at the mbarriers that say it is
+// empty: racecheck does not follow one lane's arrival for what its warp has stored.
+constexpr int FULL = 1;
+constexpr int SUM_BATCH = 4;  // parts of a sum that a warp reads at a time
+constexpr __host__ __device__ int sum_slots(int nt) { return nt == 1 ? 4 : 6; }  // tiles whose sums wait in shared memory
+// Where a warp's next words wait: of two tiles in registers, or of STAGES tiles in shared memory.
+constexpr int ROUNDS_FOR_REGISTERS = 2;  // from so many rounds on, for 8 columns of B: for 16 x leaves no room
+// Rounds in one straight line: for 8 columns of B the first ones, for 16 all or none, as the caches of instructions hold no
+// more.
+constexpr __host__ __device__ int line_rounds(int nt) { return nt == 1 ? 16 : 8; }
+constexpr int STAGES = 2;
+constexpr __host__ __device__ int stage_bytes(int scale_bytes) { return HELD * (UNIT_BYTES + TILE_ROWS * scale_bytes); }
+
+// A round is a tile of each cluster. Each warp has HELD groups of all tiles, and each block of a cluster block_groups.
+// Shared memory holds an mbarrier a slot, y[sum_slots][NT][parts][WARP] of float4, of which those past the last warp
+// are zeros, words[warps][stages][stage_bytes] and, where blocks share the columns, what they send: y[own tiles][cluster][NT][WARP].
+struct RegCut {
+  int cluster, cluster_bits, clusters, rounds, warps;
+  int parts;  // warps, rounded up to SUM_BATCH
+  int groups, block_groups, tiles;
+  int own_tiles;  // that a block of a cluster adds up
+  int words_offset, own_offset, blocks, smem_bytes;
+};
+constexpr int SLOTS_OFFSET = 128;  // after the mbarriers
+
+// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more.
+template <typename Scale, int NT, bool SHARED, int LINE>
+__global__ void __launch_bounds__(REG_WARPS* WARP, 1)
+    matvec_x_in_registers(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ RegCut cut) {
+  constexpr int SLOTS = sum_slots(NT);
+  constexpr int DEPTH = SHARED ? 1 : 2, STAGE_BYTES = stage_bytes(sizeof(Scale));
+  constexpr int CHAINS = SHARED && NT == 1 ? 2 : 1;  // of products a group, where registers are left
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4, terms = terms_of(args.dtype);
+  const int rank = cut.cluster == 1 ? 0 : static_cast<int>(cluster_ctarank());
+  const int cluster = static_cast<int>(blockIdx.x) >> cut.cluster_bits, group = rank * cut.block_groups + warp * HELD;
+  // The last round is not for all.
+  const int rounds = cut.rounds - (cluster + (cut.rounds - 1) * cut.clusters < cut.tiles ? 0 : 1);
+  unsigned char* const smem = reinterpret_cast<unsigned char*>(&dynamic_smem<uint4>());
+  const uint32_t empty = smem_u32(smem), slots = empty + SLOTS_OFFSET, owned = empty + cut.own_offset;
+  if (cut.cluster > 1) barrier_cluster_arrive_relaxed();  // its blocks are there: they may be sent to
+
+  uint4 words[DEPTH][HELD][2];
+  Scale scales[DEPTH][HELD][2];
+  const uint64_t unit = static_cast<uint64_t>(cluster) * cut.groups + group;
+  const uint8_t* codes = args.codes + unit * UNIT_BYTES + lane * 16;
+  const Scale* group_scales = static_cast<const Scale*>(args.scales) + unit * TILE_ROWS + g * 2;
+  const uint32_t round_units = cut.clusters * cut.groups;
+  const auto load = [&](int ahead, int i) {
+    words[ahead][i][0] = ld_global_nc_no_allocate_v4_u32(codes + i * UNIT_BYTES);
+    words[ahead][i][1] = ld_global_nc_no_allocate_v4_u32(codes + i * UNIT_BYTES + 512);
+    load_pair(scales[ahead][i], group_scales + i * TILE_ROWS);
+  };
+  const auto step_on = [&] {
+    codes += static_cast<uint64_t>(round_units) * UNIT_BYTES;
+    group_scales += round_units * TILE_ROWS;
+  };
+  // Each lane brings the codes that it will read; the scales are for all lanes.
+  const uint32_t ring = empty + cut.words_offset + warp * (STAGES * STAGE_BYTES);
+  const uint8_t* scale_bytes = static_cast<const uint8_t*>(args.scales) + (unit * TILE_ROWS * sizeof(Scale) + lane * 16);
+  int asked = 0;
+  const auto ask = [&] {
+    if (asked < rounds) {
+      const uint32_t to = ring + asked % STAGES * STAGE_BYTES + lane * 16;
+#pragma unroll
+      for (int i = 0; i < HELD * 2; ++i) cp_async_cg(to + i * 512, codes + i * 512);
+      if (lane < HELD * TILE_ROWS * static_cast<int>(sizeof(Scale)) / 16) cp_async_cg(to + HELD * UNIT_BYTES, scale_bytes);
+    }
+    cp_async_commit_group();
+    ++asked;
+    codes += static_cast<uint64_t>(round_units) * UNIT_BYTES;
+    scale_bytes += round_units * (TILE_ROWS * static_cast<uint32_t>(sizeof(Scale)));
+  };
+  const auto take = [&](int round) {
+    cp_async_wait_group<STAGES - 2>();
+    __syncwarp();  // all lanes' copies have landed, and the stage before has been read
+    ask();
+    const uint32_t from = ring + round % STAGES * STAGE_BYTES;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      words[0][i][0] = ld_shared_v4_u32(from + i * UNIT_BYTES + lane * 16);
+      words[0][i][1] = ld_shared_v4_u32(from + i * UNIT_BYTES + lane * 16 + 512);
+      uint32_t* const pair = reinterpret_cast<uint32_t*>(scales[0][i]);
+#pragma unroll
+      for (int c = 0; c < static_cast<int>(sizeof(scales[0][i])) / 4; ++c)
+        pair[c] = ld_shared_u32(from + HELD * UNIT_BYTES + (i * TILE_ROWS + g * 2) * sizeof(Scale) + c * 4);
+    }
+  };
+  const auto load_tile = [&](int ahead) {
+    if (ahead < rounds)
+#pragma unroll
+      for (int i = 0; i < HELD; ++i) load(ahead, i);
+    step_on();
+  };
+  const auto load_first = [&] {
+    if constexpr (SHARED) {
+#pragma unroll
+      for (int stage = 0; stage < STAGES - 1; ++stage) ask();
+    } else {
+      load_tile(0);
+      if (args.chained) load_tile(1);
+    }
+  };
+  // As the B operand has them: column g of each eight, of which a lane owns 16 of 64 rows. Columns past the last are copies
+  // of it, and dropped at the end.
+  uint4 x[HELD][NT][4];
+  const auto ask_x = [&] {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        const int row = min((j * 8 + g) / terms, args.m - 1);
+        const uint16_t* const from = static_cast<const uint16_t*>(args.x) + row * args.x_stride + (group + i) * GROUP + t * 16;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) x[i][j][q] = ld_global_v4_u32(from + q / 2 * 64 + q % 2 * 8);
+      }
+  };
+  if (args.chained) {
+    load_first();
+    griddepcontrol_wait();
+    ask_x();
+  } else {
+    ask_x();
+    if (!SHARED) load_first();
+  }
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(empty + slot * 8, NT * WARP);
+    fence_mbarrier_init();
+  }
+  const int pads = cut.parts - cut.warps;
+  for (int i = warp; i < SLOTS * NT * pads; i += cut.warps)
+    st_shared_v4_u32(slots + ((i / pads * cut.parts + cut.warps + i % pads) * WARP + lane) * 16, make_uint4(0, 0, 0, 0));
+  __syncthreads();
+  // Behind the barrier, or the assembler asks for words before x, which then comes last: 1 us.
+  if (SHARED && !args.chained) load_first();
+  bool too_large = false;
+  if (args.dtype == DTYPE_FP16) {  // ends at 65504: never too large
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          uint4 split[2];
+          split_terms(split, x[i][j][q], X_FACTOR);
+          x[i][j][q] = g % 2 == 0 ? split[0] : split[1];
+        }
+  } else {
+    uint32_t ends = 0;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int q = 0; q < 4; ++q) x[i][j][q] = times_x_factor(x[i][j][q], ends);
+    too_large = __any_sync(ALL_LANES, (ends & 0x80008000u) != 0);
+    if (too_large) ask_x();
+  }
+  if constexpr (!SHARED)
+    if (!args.chained) load_tile(1);  // behind x, or that stands behind these words too
+  const float restore = too_large ? 0x1p126f : 0x1p126f / X_FACTOR;
+  if (cut.cluster > 1) barrier_cluster_wait();
+
+  const uint32_t column_bytes = cut.parts * WARP * 16, slot_bytes = NT * column_bytes;
+  const bool in_pairs = args.dtype == DTYPE_BF16 && args.bias == nullptr && (args.n | args.y_stride) % 2 == 0 &&
+                        reinterpret_cast<uint64_t>(args.y) % 4 == 0;
+  // Columns 2t and 2t + 1 of eight, of row g, then of row g + 8. By all lanes of a warp.
+  const auto store_four = [&](int tile, int j, const float (&y)[4]) {
+    const int n = tile * TILE_ROWS + g, column = j * 8 + 2 * t;
+    if (in_pairs) {  // lanes of two rows trade, so that each has both of one column
+      const bool odd = g % 2 != 0;
+      const int m = column + odd, row = n - odd;
+      const float other[2] = {__shfl_xor_sync(ALL_LANES, odd ? y[0] : y[1], 4), __shfl_xor_sync(ALL_LANES, odd ? y[2] : y[3], 4)};
+      bf16* const to = static_cast<bf16*>(args.y) + m * args.y_stride + row;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float first = odd ? other[c] : y[2 * c], second = odd ? y[2 * c + 1] : other[c];
+        if (m < args.m && row + c * 8 < args.n)
+          *reinterpret_cast<__nv_bfloat162*>(to + c * 8) = __floats2bfloat162_rn(first, second);
+      }
+      return;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int row = n + c / 2 * 8;
+      if (row >= args.n || column + c % 2 >= args.m * terms || (terms == 2 && c % 2 == 1)) continue;
+      const float other = terms == 2 ? y[c | 1] : 0.0f;  // the second term of the same row of x
+      store_y(args, (column + c % 2) / terms, row, y[c] + other);
+    }
+  };
+  // One warp adds up eight columns of a tile; where blocks share the columns, it sends the sums to the block that adds up those.
+  const auto add_up = [&](int sum) {
+    const int round = sum / NT, j = sum % NT, slot = round % SLOTS;
+    bar_sync(FULL + slot, cut.warps * WARP);
+    float y[4] = {};
+    uint32_t from = slots + slot * slot_bytes + j * column_bytes + lane * 16;
+#pragma unroll 1
+    for (int part = 0; part < cut.parts; part += SUM_BATCH, from += SUM_BATCH * WARP * 16) {
+      uint4 more[SUM_BATCH];
+#pragma unroll
+      for (int i = 0; i < SUM_BATCH; ++i) more[i] = ld_shared_v4_u32(from + i * WARP * 16);
+#pragma unroll
+      for (int i = 0; i < SUM_BATCH; ++i) {
+        y[0] += __uint_as_float(more[i].x), y[1] += __uint_as_float(more[i].y);
+        y[2] += __uint_as_float(more[i].z), y[3] += __uint_as_float(more[i].w);
+      }
+    }
+    mbarrier_arrive(empty + slot * 8);
+    if (cut.cluster == 1) {
+      store_four(cluster + round * cut.clusters, j, y);
+    } else {
+      const uint32_t to = owned + ((((round >> cut.cluster_bits) << cut.cluster_bits) + rank) * NT + j) * WARP * 16 + lane * 16;
+      st_shared_cluster_v4_f32(mapa_shared_cluster(to, round & (cut.cluster - 1)), make_float4(y[0], y[1], y[2], y[3]));
+    }
+  };
+
+  int next_sum = warp;
+  const uint32_t to = slots + (warp * WARP + lane) * 16;
+  const auto multiply = [&](int round, int ahead) {
+    // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
+    if (round + 1 == rounds) griddepcontrol_launch_dependents();
+    if constexpr (SHARED) take(round);
+    const bool more = !SHARED && round + DEPTH < rounds;
+    float y[NT][4] = {};
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      float sums[CHAINS][NT][4] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          uint32_t a[2][4];
+          decode(a[0], pair == 0 ? words[ahead][i][half].x : words[ahead][i][half].z);
+          decode(a[1], pair == 0 ? words[ahead][i][half].y : words[ahead][i][half].w);
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+            const uint4& b = x[i][j][half * 2 + pair];
+            mma_m16n8k16<bf16>(sums[CHAINS == 2 ? half : 0][j], a[0], b.x, b.y);
+            mma_m16n8k16<bf16>(sums[CHAINS == 2 ? half : 0][j], a[1], b.z, b.w);
+          }
+        }
+      const float scale[2] = {to_float(scales[ahead][i][0]) * restore, to_float(scales[ahead][i][1]) * restore};
+      if (more) load(ahead, i);
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          y[j][c] += (CHAINS == 2 ? sums[0][j][c] + sums[CHAINS - 1][j][c] : sums[0][j][c]) * scale[c / 2];
+    }
+    if (!SHARED) step_on();
+    const int slot = round % SLOTS;
+    mbarrier_wait(empty + slot * 8, (round / SLOTS & 1) ^ 1);
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+      st_shared_v4_u32(to + slot * slot_bytes + j * column_bytes, make_uint4(__float_as_uint(y[j][0]), __float_as_uint(y[j][1]),
+                                                                            __float_as_uint(y[j][2]), __float_as_uint(y[j][3])));
+    if (next_sum / NT != round) bar_arrive(FULL + slot, cut.warps * WARP);  // who adds this tile up comes when it does
+    if (round - LAG == next_sum / NT) {
+      add_up(next_sum);
+      next_sum += cut.warps;
+    }
+  };
+#pragma unroll
+  for (int round = 0; round < LINE; ++round) {
+    if (round >= rounds) break;
+    multiply(round, round % DEPTH);
+  }
+  if constexpr (LINE == 0 || NT == 1) {
+#pragma unroll 1
+    for (int first = LINE; first < rounds; first += DEPTH) {
+#pragma unroll
+      for (int ahead = 0; ahead < DEPTH; ++ahead) {
+        if (first + ahead >= rounds) break;
+        multiply(first + ahead, ahead);
+      }
+    }
+  }
+  for (; next_sum < rounds * NT; next_sum += cut.warps) add_up(next_sum);
+  if (cut.cluster == 1) return;
+
+  barrier_cluster_arrive();
+  barrier_cluster_wait();
+  for (int i = threadIdx.x; i < cut.own_tiles * NT * WARP; i += blockDim.x) {
+    const int own = i / (NT * WARP), round = (own << cut.cluster_bits) + rank;
+    if (round >= rounds) continue;
+    float y[4] = {};
+    for (int p = 0; p < cut.cluster; ++p) {
+      const uint4 more = ld_shared_v4_u32(owned + (((own << cut.cluster_bits) + p) * NT * WARP + i % (NT * WARP)) * 16);
+      y[0] += __uint_as_float(more.x), y[1] += __uint_as_float(more.y);
+      y[2] += __uint_as_float(more.z), y[3] += __uint_as_float(more.w);
+    }
+    store_four(cluster + round * cut.clusters, i / WARP % NT, y);
+  }
+}
+
+// No warps: the columns do not come out even over the warps of a cluster, or the sums do not fit.
+RegCut reg_cut_for(const MatvecFp4Args& args, int nt, int scale_bytes) {
+  for (int bits = 0; bits <= 3; ++bits) {
+    RegCut cut = {};
+    cut.cluster_bits = bits;
+    cut.cluster = 1 << bits;
+    // Larger clusters do not come out even in the parts of a chip that they must lie in.
+    const int clusters = (bits <= 1 ? args.sm_count : args.sm_count * 94 / 100) >> bits;
+    cut.groups = args.k / GROUP;
+    cut.block_groups = cut.groups >> bits;
+    cut.warps = cut.block_groups / HELD;
+    if (clusters == 0 || cut.block_groups << bits != cut.groups || cut.warps * HELD != cut.block_groups) break;
+    if (cut.warps > REG_WARPS) continue;
+    if (cut.warps < FEWEST_REG_WARPS) break;
+    cut.parts = ceil_div(cut.warps, SUM_BATCH) * SUM_BATCH;
+    cut.tiles = ceil_div(args.n, TILE_ROWS);
+    cut.rounds = ceil_div(cut.tiles, clusters);
+    cut.clusters = ceil_div(cut.tiles, cut.rounds);
+    cut.blocks = cut.clusters << bits;
+    cut.own_tiles = ceil_div(cut.rounds, cut.cluster);
+    cut.words_offset = SLOTS_OFFSET + sum_slots(nt) * cut.parts * nt * WARP * 16;
+    cut.own_offset = cut.words_offset + cut.warps * STAGES * stage_bytes(scale_bytes);
+    const int64_t bytes = cut.own_offset + (bits > 0 ? static_cast<int64_t>(cut.own_tiles) * cut.cluster * nt * WARP * 16 : 0);
+    if (bytes > args.smem_limit - 1024) break;
+    cut.smem_bytes = static_cast<int>(bytes);
+    return cut;
+  }
+  return {};
+}
+
+template <typename Scale, int NT>
+const char* launch_x_in_registers(const MatvecFp4Args& args, const RegCut& cut, cudaStream_t stream) {
+  auto kernel = matvec_x_in_registers<Scale, NT, true, 0>;
+  if constexpr (NT == 1) {
+    if (cut.rounds >= ROUNDS_FOR_REGISTERS) kernel = matvec_x_in_registers<Scale, NT, false, line_rounds(NT)>;
+  } else {
+    if (cut.rounds <= line_rounds(NT)) kernel = matvec_x_in_registers<Scale, NT, true, line_rounds(NT)>;
+  }
+  const int threads = cut.warps * WARP;
+  if (cut.cluster == 1)
+    return launch_overlapping(args.chained, kernel, cut.blocks, threads, cut.smem_bytes, stream, args, cut);
+  return launch_cluster(kernel, cut.blocks, cut.cluster, threads, cut.smem_bytes, stream, args, cut);
+}
+
+// ---- few tiles a multiprocessor, BF16: a warp owns a tile, a cluster shares the columns ----------------------------------
+
+constexpr int TILE_WARPS = 16;
+constexpr int MOST_PARTS = 8;   // blocks of a cluster
+constexpr int X_BATCH = 4;  // of what a warp brings of x at a time
+// Groups of a tile that are on their way or wait in shared memory: so few, as all that is asked for before x has come stands in
+// its way.
+constexpr int AHEAD = 3;
+// x as wgmma takes it without a swizzle: eight columns of B times eight of K lie in so many bytes, and those of 16 columns of K
+// one after the other.
+constexpr int CORE_BYTES = 128;
+constexpr __host__ __device__ int x_group_bytes(int nt) { return GROUP / 8 * nt * CORE_BYTES; }
+
+// A round is a tile of each warp of a cluster's blocks, and each block has block_groups of its groups. Shared memory holds x, the
+// scales [rounds][warps][block_groups][TILE_ROWS], words[warps][AHEAD][UNIT_BYTES] and, where blocks share the columns, what
+// they send: y[rounds][own tiles][cluster][NT][WARP] of float4.
+struct TileCut {
+  int cluster, cluster_bits, clusters, rounds, tiles, groups, block_groups;
+  int take, warps;  // tiles that a cluster takes a round; warps are whole warpgroups
+  int own_tiles;    // of these, that a block adds up
+  int scales_offset, words_offset, own_offset, blocks, smem_bytes;
+};
+
+// Columns 2t and 2t + 1 of the j-th eight, of row g, then of row g + 8 of a tile. By all lanes of a warp.
+DEVICE void store_bf16(const MatvecFp4Args& args, int tile, int j, int lane, const float (&y)[4]) {
+  const int g = lane / 4, n = tile * TILE_ROWS + g, column = j * 8 + 2 * (lane % 4);
+  if (args.bias == nullptr && (args.n | args.y_stride) % 2 == 0 && reinterpret_cast<uint64_t>(args.y) % 4 == 0) {
+    const bool odd = g % 2 != 0;  // lanes of two rows trade, so that each has both of one column
+    const int m = column + odd, row = n - odd;
+    const float other[2] = {__shfl_xor_sync(ALL_LANES, odd ? y[0] : y[1], 4), __shfl_xor_sync(ALL_LANES, odd ? y[2] : y[3], 4)};
+    bf16* const to = static_cast<bf16*>(args.y) + m * args.y_stride + row;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float first = odd ? other[c] : y[2 * c], second = odd ? y[2 * c + 1] : other[c];
+      if (m < args.m && row + c * 8 < args.n)
+        *reinterpret_cast<__nv_bfloat162*>(to + c * 8) = __floats2bfloat162_rn(first, second);
+    }
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    if (n + c / 2 * 8 < args.n && column + c % 2 < args.m) store_y<bf16>(args, column + c % 2, n + c / 2 * 8, y[c]);
+}
+
+// ONE: a single round. GROUPS, of a block, are one straight line, as the registers of a product in a loop are waited for.
+template <typename Scale, int NT, int GROUPS, bool ONE>
+__global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
+    matvec_wgmma_tiles(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ TileCut cut) {
+  constexpr int SCALE_BYTES = TILE_ROWS * sizeof(Scale);
+  static_assert(ONE || GROUPS % AHEAD == 0, "the next tile's words come to the same places");
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+  const int rank = static_cast<int>(cluster_ctarank()), cluster = static_cast<int>(blockIdx.x) >> cut.cluster_bits;
+  const uint32_t x_smem = smem_u32(&dynamic_smem<uint4>()), owned = x_smem + cut.own_offset;
+  barrier_cluster_arrive_relaxed();  // its blocks are there: they may be sent to
+
+  // Each lane brings the codes that it will read; the scales are for all lanes. Without a tile nothing is read: of one round, the
+  // last tile again.
+  const auto tile_of = [&](int round) { return (round * cut.clusters + cluster) * cut.take + warp; };
+  const auto has_tile = [&](int round) { return warp < cut.take && round < cut.rounds && tile_of(round) < cut.tiles; };
+  const auto unit_of = [&](int round) {
+    return static_cast<uint64_t>(min(tile_of(round), cut.tiles - 1)) * cut.groups + rank * GROUPS;
+  };
+  const uint32_t words = x_smem + cut.words_offset + warp * (AHEAD * UNIT_BYTES) + lane * 16;
+  const auto copy = [&](uint32_t to, const uint8_t* from, uint32_t bytes) {
+    if constexpr (ONE) {
+      cp_async_cg(to, from);
+    } else {
+      cp_async_cg_zfill(to, from, bytes);
+    }
+  };
+  const auto ask = [&](const uint8_t* codes, uint32_t bytes, int group) {
+    if (!ONE || group < GROUPS) {
+      const uint32_t to = words + group % AHEAD * UNIT_BYTES;
+      copy(to, codes + group % GROUPS * UNIT_BYTES, bytes);
+      copy(to + 512, codes + group % GROUPS * UNIT_BYTES + 512, bytes);
+    }
+    cp_async_commit_group();
+  };
+  const auto scales_of = [&](int round) {
+    return x_smem + cut.scales_offset + (round * cut.warps + warp) * (GROUPS * SCALE_BYTES);
+  };
+  const auto ask_scales = [&](int round) {
+    const uint8_t* const from = static_cast<const uint8_t*>(args.scales) + unit_of(round) * SCALE_BYTES;
+#pragma unroll
+    for (int i = lane * 16; i < GROUPS * SCALE_BYTES; i += WARP * 16) cp_async_cg(scales_of(round) + i, from + i);
+  };
+  const uint8_t* codes = args.codes + unit_of(0) * UNIT_BYTES + lane * 16;
+  uint32_t bytes = has_tile(0) ? 16 : 0;
+
+  // A warp brings eight columns of B and 64 of K at a time. Where lane 4g + t owns columns 16t to 16t + 15 of A, K is permuted so
+  // that a word is a product: of its four columns two are in the first eight of 16, two in the second. Columns of B past the last
+  // are copies of it, and dropped at the end.
+  constexpr int X_TASKS = GROUPS * 2 * NT;
+  static_assert(X_TASKS >= TILE_WARPS, "each warp asks for words when it has asked for x");
+  const auto x_of = [&](int task) {
+    const int row = min(task % NT * 8 + g, args.m - 1);
+    return static_cast<const uint16_t*>(args.x) + row * args.x_stride + rank * (GROUPS * GROUP) + task / NT * 64 + t * 16;
+  };
+  const auto put_x = [&](int task, int pair, const uint4& x) {
+    const uint32_t to = x_smem + ((task / NT * 8 + pair * 4) * NT + task % NT) * CORE_BYTES + lane * 4;
+    const uint32_t parts[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) st_shared_f32(to + c * NT * CORE_BYTES, __uint_as_float(parts[c]));
+  };
+  if (args.chained) griddepcontrol_wait();
+  uint32_t ends = 0;
+#pragma unroll 1
+  for (int begin = warp; begin < X_TASKS; begin += X_BATCH * cut.warps) {
+    uint4 x[X_BATCH][2];
+#pragma unroll
+    for (int i = 0; i < X_BATCH; ++i) {
+      if (begin + i * cut.warps >= X_TASKS) break;
+      const uint16_t* const from = x_of(begin + i * cut.warps);
+      x[i][0] = ld_global_v4_u32(from);
+      x[i][1] = ld_global_v4_u32(from + 8);
+    }
+    if (begin == warp) {
+      ask_scales(0);
+#pragma unroll
+      for (int group = 0; group < AHEAD; ++group) ask(codes, bytes, group);
+    }
+#pragma unroll
+    for (int i = 0; i < X_BATCH; ++i) {
+      if (begin + i * cut.warps >= X_TASKS) break;
+      put_x(begin + i * cut.warps, 0, times_x_factor(x[i][0], ends));
+      put_x(begin + i * cut.warps, 1, times_x_factor(x[i][1], ends));
+    }
+  }
+  fence_proxy_async_shared();
+  float restore = 0x1p126f / X_FACTOR;
+  if (__syncthreads_or((ends & 0x80008000u) != 0)) {  // too large: as it came
+    restore = 0x1p126f;
+#pragma unroll 1
+    for (int i = warp * 2; i < X_TASKS * 2; i += i % 2 == 0 ? 1 : cut.warps * 2 - 1)
+      put_x(i / 2, i % 2, ld_global_v4_u32(x_of(i / 2) + i % 2 * 8));
+    fence_proxy_async_shared();
+    __syncthreads();
+  }
+
+  const uint64_t b = wgmma_descriptor(x_smem, NT * CORE_BYTES, CORE_BYTES, Swizzle::none);
+#pragma unroll 1
+  for (int round = 0; round < (ONE ? 1 : cut.rounds); ++round) {
+    const uint8_t* next_codes = codes;
+    uint32_t next_bytes = 0;
+    if (!ONE && has_tile(round + 1)) {
+      next_codes = args.codes + unit_of(round + 1) * UNIT_BYTES + lane * 16;
+      next_bytes = 16;
+      ask_scales(round + 1);
+    }
+    const uint32_t scales = scales_of(round) + g * 2 * sizeof(Scale);
+    float y[NT * 4] = {}, sums[NT * 4] = {}, scale[2] = {};
+    uint32_t a[2][4][4];
+    cp_async_wait_group<AHEAD - 1>();
+    __syncwarp();  // the scales are for all lanes
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      cp_async_wait_group<AHEAD - 1>();
+      const uint32_t from = words + group % AHEAD * UNIT_BYTES;
+      const uint4 half[2] = {ld_shared_v4_u32(from), ld_shared_v4_u32(from + 512)};
+      const auto decode_half = [&](int i) {
+        decode(a[i][0], half[i].x), decode(a[i][1], half[i].y), decode(a[i][2], half[i].z), decode(a[i][3], half[i].w);
+      };
+      const auto multiply = [&](int i) {
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          wgmma_k16<bf16, NT * 8>(sums, a[i][j], wgmma_advance(b, (group * 8 + i * 4 + j) * NT * 2 * CORE_BYTES), i + j > 0);
+        wgmma_commit_group();
+      };
+      wgmma_wait_group<1>();  // the first half of the group before
+      decode_half(0);
+      wgmma_wait_group<0>();
+#pragma unroll
+      for (int c = 0; c < NT * 4; ++c) y[c] += sums[c] * scale[c / 2 % 2];
+      Scale pair[2];
+#pragma unroll
+      for (int c = 0; c < static_cast<int>(sizeof(pair)) / 4; ++c)
+        reinterpret_cast<uint32_t*>(pair)[c] = ld_shared_u32(scales + group * SCALE_BYTES + c * 4);
+      scale[0] = to_float(pair[0]) * restore, scale[1] = to_float(pair[1]) * restore;
+      multiply(0);
+      if (group + AHEAD < GROUPS) {
+        ask(codes, bytes, group + AHEAD);
+      } else {
+        ask(next_codes, next_bytes, group + AHEAD);
+      }
+      decode_half(1);
+      multiply(1);
+    }
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int c = 0; c < NT * 4; ++c) y[c] += sums[c] * scale[c / 2 % 2];
+    // After the wait: what the kernel in front wrote can be seen by all that follow, as they read weights at once.
+    if (ONE || round + 1 == cut.rounds) griddepcontrol_launch_dependents();
+    if (round == 0) barrier_cluster_wait();
+    const int slot = (ONE ? 0 : round * cut.own_tiles) + (warp >> cut.cluster_bits);
+    const uint32_t to = owned + (((slot << cut.cluster_bits) + rank) * NT * WARP + lane) * 16;
+    if (has_tile(round))
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+        st_shared_cluster_v4_f32(mapa_shared_cluster(to + j * WARP * 16, warp & (cut.cluster - 1)),
+                                 make_float4(y[4 * j], y[4 * j + 1], y[4 * j + 2], y[4 * j + 3]));
+    codes = next_codes, bytes = next_bytes;
+  }
+
+  barrier_cluster_arrive();
+  barrier_cluster_wait();
+  for (int i = warp; i < (ONE ? 1 : cut.rounds) * cut.own_tiles * NT; i += cut.warps) {
+    const int slot = i / NT, j = i % NT, round = ONE ? 0 : slot / cut.own_tiles;
+    const int mine = ((slot - round * cut.own_tiles) << cut.cluster_bits) + rank;
+    const int tile = (round * cut.clusters + cluster) * cut.take + mine;
+    if (mine >= cut.take || tile >= cut.tiles) continue;
+    const uint32_t from = owned + (((slot << cut.cluster_bits) * NT + j) * WARP + lane) * 16;
+    uint4 parts[MOST_PARTS];
+#pragma unroll
+    for (int part = 0; part < MOST_PARTS; ++part)
+      if (part < cut.cluster) parts[part] = ld_shared_v4_u32(from + part * NT * WARP * 16);
+    float sum[4] = {};
+#pragma unroll
+    for (int part = 0; part < MOST_PARTS; ++part) {
+      if (part >= cut.cluster) break;
+      sum[0] += __uint_as_float(parts[part].x), sum[1] += __uint_as_float(parts[part].y);
+      sum[2] += __uint_as_float(parts[part].z), sum[3] += __uint_as_float(parts[part].w);
+    }
+    store_bf16(args, tile, j, lane, sum);
+  }
+}
+
+constexpr int TILE_GROUPS[] = {15, 8};  // of a block; the second for one round
+constexpr int MOST_ROUNDS = 2;           // more of them have not been measured
+
+// No warps: the columns do not come out even, there are too many tiles, or another kernel is faster. One round pays in clusters
+// of 8, as smaller ones leave a block too few warps or too much of x; more rounds pay with 16 columns of B, for which registers
+// are short.
+TileCut tile_cut_for(const MatvecFp4Args& args, int nt, int scale_bytes) {
+  TileCut cut = {};
+  cut.groups = args.k / GROUP;
+  cut.tiles = ceil_div(args.n, TILE_ROWS);
+  for (const int groups : TILE_GROUPS) {
+    cut.block_groups = groups;
+    cut.cluster = cut.groups / groups;
+    for (cut.cluster_bits = 0; 1 << cut.cluster_bits < cut.cluster;) ++cut.cluster_bits;
+    if (cut.cluster * groups != cut.groups || 1 << cut.cluster_bits != cut.cluster) continue;
+    if (cut.cluster < 2 || cut.cluster > MOST_PARTS) continue;
+    // Larger clusters do not come out even in the parts of a chip that they must lie in.
+    const int clusters = (cut.cluster <= 2 ? args.sm_count : args.sm_count * 94 / 100) >> cut.cluster_bits;
+    if (clusters == 0) continue;
+    cut.rounds = ceil_div(cut.tiles, clusters * TILE_WARPS);
+    if (cut.rounds == 1 ? cut.cluster != MOST_PARTS : cut.rounds > MOST_ROUNDS || nt == 1 || groups % AHEAD != 0) continue;
+    cut.take = ceil_div(cut.tiles, clusters * cut.rounds);
+    const int warps = ceil_div(cut.take, 4) * 4;
+    cut.clusters = ceil_div(cut.tiles, cut.take * cut.rounds);
+    cut.blocks = cut.clusters << cut.cluster_bits;
+    cut.own_tiles = ceil_div(cut.take, cut.cluster);
+    cut.scales_offset = groups * x_group_bytes(nt);
+    cut.words_offset = cut.scales_offset + cut.rounds * warps * groups * TILE_ROWS * scale_bytes;
+    cut.own_offset = cut.words_offset + warps * AHEAD * static_cast<int>(UNIT_BYTES);
+    cut.smem_bytes = cut.own_offset + (cut.rounds * cut.own_tiles << cut.cluster_bits) * nt * WARP * 16;
+    if (cut.smem_bytes > args.smem_limit - 1024) continue;
+    cut.warps = warps;
+    return cut;
+  }
+  return {};
+}
+
+template <typename Scale, int NT>
+const char* launch_wgmma_tiles(const MatvecFp4Args& args, const TileCut& cut, cudaStream_t stream) {
+  auto kernel = cut.block_groups == TILE_GROUPS[0] ? matvec_wgmma_tiles<Scale, NT, TILE_GROUPS[0], true>
+                                                   : matvec_wgmma_tiles<Scale, NT, TILE_GROUPS[1], true>;
+  if constexpr (NT == 2) {
+    if (cut.rounds > 1) kernel = matvec_wgmma_tiles<Scale, NT, TILE_GROUPS[0], false>;
+  }
+  return launch_cluster(kernel, cut.blocks, cut.cluster, cut.warps * WARP, cut.smem_bytes, stream, args, cut);
+}
+
+extern "C" const char* launch_step(const MatvecFp4Args* args, cudaStream_t stream) {
+  const int columns = args->m * terms_of(args->dtype);
+  return with_scale(*args, LAYOUT_FOLDED, [&]<typename Scale>() {
+    return with_columns(columns, [&]<int NT>() {
+      if constexpr (NT <= 2) {
+        const TileCut tiles = tile_cut_for(*args, NT, sizeof(Scale));
+        if (args->dtype == DTYPE_BF16 && tiles.warps > 0) return launch_wgmma_tiles<Scale, NT>(*args, tiles, stream);
+        const RegCut regs = reg_cut_for(*args, NT, sizeof(Scale));
+        if (regs.warps > 0) return launch_x_in_registers<Scale, NT>(*args, regs, stream);
+      }
+      if constexpr (NT > 1) {
+        const RowCut rows = row_cut_for(*args, columns, NT);
+        if (rows.warps > 0) return launch_tile_per_warp<Scale, NT>(*args, rows, stream);
+      }
+      const Cut cut = cut_for(*args, columns, max_warps(NT));
+      const bool whole = cut.groups == cut.passes * cut.pass_units && cut.x_passes == cut.passes;
+      const auto kernel = whole ? matvec_column_split<Scale, NT, true> : matvec_column_split<Scale, NT, false>;
+      return launch_overlapping(args->chained, kernel, cut.blocks, cut.warps * WARP, cut.smem_bytes, stream, *args, cut);
+    });
+  });
+}
