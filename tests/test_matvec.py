@@ -253,7 +253,7 @@ def test_x_in_registers(step: str, n: int, k: int, m: int, dtype: torch.dtype, d
             assert torch.equal(matvec(step, x, w), want)
 
 
-# A warp owns a tile: clusters of 8 in one round, with warps that have none; clusters of 2 in two rounds, the last not whole.
+# A warp owns a tile: clusters of 8 in one round, warps without a tile; clusters of 2 in two rounds, the last not whole.
 @pytest.mark.parametrize("n, k, multiprocessors", [(50, 15360, 9), (20, 8192, 9), (300, 3840, 2)])
 @pytest.mark.parametrize("m", [5, 11, 16])
 def test_a_cluster_shares_the_columns_of_its_tiles(
