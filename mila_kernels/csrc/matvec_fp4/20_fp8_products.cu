@@ -1,27 +1,41 @@
 // Change: 1 and 2 rows of BF16: products on wgmma of E4M3 and E5M2. A word's codes become bytes of E4M3 in four instructions
-//   (LAYOUT_BYTES), eight before; x becomes three E5M2 that sum to each element, columns of B of their own. The four warps of a
-//   warpgroup have other groups of one tile, as its rows have other columns. Where a launch is one round, its passes are one
-//   straight line, so that a group's words are waited for alone.
+//   (LAYOUT_BYTES), eight before; x becomes three E5M2 that sum to each element, columns of B of their own. The four warps
+//   of a warpgroup have other groups of one tile, as its rows have other columns. Where a launch is one round, its passes
+//   are one straight line, so that a group's words are waited for alone. Where x is long, a warp's first words are asked for
+//   when its part of x has come, and the others when that of all warps has. A third tile that only few blocks have comes
+//   into the L2 from the start. Who has no work reads one sector of another's words, as the answer is left out; x stands in
+//   front of all words.
 // Prediction: a warp spends 8 instructions of the ALU, at half rate, and a product on 8 weights: 100 clocks of a scheduler a
 //   group. With 4, and a quarter of the products, half of it. 19 without decoding takes 9.5 us on fc_down (10.4), without
 //   products 8.9. In a loop a warp waits for the words of both its groups, as all that is asked for before a branch has one
-//   scoreboard; in a straight line the first is multiplied while the second is on its way. Together 0.5 to 1 us of each launch.
-// Measured: H200, 2026-11-30, forms of this step, each in a run with 19 (in brackets): one row, local_o 4.1 us (4.8), global_o
-//   6.0 to 6.3 (6.9), local_qkv 6.05 (6.3), global_qk 6.6 (6.75), gate_up 15.8 (16.2), fc_down 10.1 (10.4), lm_head 114.5 to
-//   115.7 (115.2); two rows, gate_up 16.4 (17.2), local_o 4.4 (5.4), local_qkv 6.6 (7.2), global_qk 7.2 (7.65), global_o 6.7
-//   (7.9), fc_down 12.1 (11.9). The straight line is most of it: global_o in a loop of two passes takes 7.3, local_o 4.5, and
-//   with BF16 products in one 6.5 and 4.4, fc_down 9.9. Loads that the compiler moves to the end of a loop cost 0.3 us of
-//   gate_up. Columns of B 128 bytes apart for each 16 of K, not 144: 13.6 on fc_down, 6.9 on global_o, as the lanes that store
-//   x meet in the same banks. One block a multiprocessor, whose halves have x together: fc_down 9.9 to 10.2 (11.5 with two),
-//   but local_o 4.5, gate_up 16.1, global_qk 7.0. The second group asked for behind x: global_o 6.2 (5.85), fc_down 9.8
-//   (10.1). Two rounds in a straight line: local_qkv 6.1, global_qk 6.9. Four rows, as two times two columns' products,
-//   gate_up 22.7 (18.0). Other designs, gate_up, fc_down and local_o: words by cp.async, each lane its own, 17.1, 10.5 and 4.8
-//   (without products and x 17.2, 10.0 and 4.3: so it is slower to read); a ring of bulk copies of 4 KB, 64 KB deep, 22.6,
-//   13.3 and 5.9, 128 KB deep 23.2, 13.7 and 6.8 (x stands behind what has been asked for, and one thread cannot ask fast
-//   enough), in two blocks 17.6, 14.3 and 5.4; the same with four threads that ask, tiles cut so that all blocks have as many
-//   groups, and their sums through global memory 18.6, 12.3 and 6.0; that with BF16 products and cp.async 18.4, 10.8 and 5.7.
-//   Tiles of 15 rows, which come out even, in 16: nothing.
-// Verdict: Kept: 2 to 15% of one row, 5 to 18% of two, but for fc_down. 9.9 on fc_down and 6.5 on global_qk were the aims.
+//   scoreboard; in a straight line the first is multiplied while the second is on its way. Together 0.5 to 1 us of each
+//   launch. global_qk has 544 tiles for 264 places: the last 16 cost a whole wait for the memory, 0.2 us, which goes if the
+//   L2 has them. One warp of 16 has no groups of 3840 columns, and its copies are 6% of what the L2 sends: 1%.
+// Measured: H200, 2026-11-30, forms of this step, each in a run with 19 (in brackets): one row, local_o 4.1 us (4.8),
+//   global_o 6.0 to 6.3 (6.9), local_qkv 6.05 (6.3), global_qk 6.6 (6.75), gate_up 15.8 (16.2), fc_down 10.1 (10.4), lm_head
+//   114.5 to 115.7 (115.2); two rows, gate_up 16.4 (17.2), local_o 4.4 (5.4), local_qkv 6.6 (7.2), global_qk 7.2 (7.65),
+//   global_o 6.7 (7.9), fc_down 12.1 (11.9). The straight line is most of it: global_o in a loop of two passes takes 7.3,
+//   local_o 4.5, and with BF16 products in one 6.5 and 4.4, fc_down 9.9. Loads that the compiler moves to the end of a loop
+//   cost 0.3 us of gate_up. Columns of B 128 bytes apart for each 16 of K, not 144: 13.6 on fc_down, 6.9 on global_o, as the
+//   lanes that store x meet in the same banks. One block a multiprocessor, whose halves have x together: fc_down 9.9 to 10.2
+//   (11.5 with two), but local_o 4.5, gate_up 16.1, global_qk 7.0. The second group asked for behind x: global_o 6.2 (5.85),
+//   fc_down 9.8 (10.1). Two rounds in a straight line: local_qkv 6.1, global_qk 6.9. Four rows, as two times two columns'
+//   products, gate_up 22.7 (18.0). Other designs, gate_up, fc_down and local_o: words by cp.async, each lane its own, 17.1,
+//   10.5 and 4.8 (without products and x 17.2, 10.0 and 4.3: so it is slower to read); a ring of bulk copies of 4 KB, 64 KB
+//   deep, 22.6, 13.3 and 5.9, 128 KB deep 23.2, 13.7 and 6.8 (x stands behind what has been asked for, and one thread cannot
+//   ask fast enough), in two blocks 17.6, 14.3 and 5.4; the same with four threads that ask, tiles cut so that all blocks
+//   have as many groups, and their sums through global memory 18.6, 12.3 and 6.0; that with BF16 products and cp.async 18.4,
+//   10.8 and 5.7. Tiles of 15 rows, which come out even, in 16: nothing. The last three changes, by the project's clock, the
+//   form before in the same run in brackets: fc_down 9.62 us (10.22), global_qk 6.22 (6.51), gate_up with two rows, where
+//   they are left out, 16.32 (16.33); by a shorter clock local_qkv 5.75 (5.95), gate_up 15.53 (15.66), local_o 4.13 (4.14),
+//   global_o 5.79 (5.74). Of them, by that clock: global_qk with the third tile 6.49, and one sector for who has no work
+//   6.41 (6.57); the third tile by cp.async into shared memory 6.58, by a bulk copy into the L2 6.80; the second tile of all
+//   blocks too 7.5, though gate_up takes 15.5 that way (15.9). fc_down 9.75 (10.2): words before x, which only loads that
+//   are not .nc do, as the assembler moves those behind x 10.1; all words behind the barrier 10.3; the first pass's words
+//   into the L2 before x 10.9, the second's 11.5; the scales through shared memory 10.1 to 10.6; half of x after the first
+//   pass 10.0; without the split of x 9.9 to 10.1, without products 10.0, both in slower orders. Which loads the assembler
+//   puts where makes 0.4 us of it: the largest exponent by two halves at a time 9.7 or 10.0.
+// Verdict: Kept: 2 to 15% of one row, 5 to 18% of two, but for fc_down with two.
 // Architectures: sm_90a
 // Most rows: 2
 // Spills: a register to six, with two rows, two or four passes and FP32 scales, and for more than 8 columns of B.
@@ -41,6 +55,27 @@ constexpr auto LAYOUT_BYTES = static_cast<Layout>(3);  // words whose codes beco
 constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
 constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a time
 constexpr uint32_t E4M3_BITS = 0x9c9c9c9cu;
+
+// A load that stays in front of a barrier, as those of the .nc kind do not.
+DEVICE uint4 ld_global_no_allocate_v4_u32(const void* global) {
+#ifdef __CUDACC__
+  uint4 d;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+               : "l"(global)
+               : "memory");
+  return d;
+#else
+  return ld_global_v4_u32(global);
+#endif
+}
+
+// Starts to bring a line of 128 bytes into L2; changes times only.
+DEVICE void prefetch_L2([[maybe_unused]] const void* global) {
+#ifdef __CUDACC__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+#endif
+}
 
 // Four codes each of rows g and g + 8, as values x 2^-6. The same as _unfold_bytes in mila_kernels/linear.py, which solves for
 // the word.
@@ -342,34 +377,45 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
   using Cols = Columns<ROWS>;
   constexpr int ENTRIES = ROWS * PASSES * FEW_WARPS, BATCH = ceil_div(ENTRIES, HALVES * FEW_WARPS);
   constexpr bool BY_UNIT = SINGLE && PASSES != 2;  // addresses are made anew for each load: faster, or slower, as measured
-  constexpr bool LATE = ROWS == 1 && PASSES == 4;  // the second group's words after x, which is long
+  constexpr bool LATE = SINGLE && ROWS == 1 && PASSES == 4;  // words after x, which is long
   const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int half = threadIdx.x / (FEW_WARPS * WARP), warp = threadIdx.x / WARP % FEW_WARPS, slice = warp % SLICES;
   unsigned char* const smem_bytes = &dynamic_smem<unsigned char>();
   const uint32_t smem = smem_u32(smem_bytes);
   const int first_tile = blockIdx.x + half * gridDim.x, tile_step = HALVES * gridDim.x;
 
-  // Who has no groups or no tile reads another's, and its sums are left out: no branches before the products.
+  // Who has no groups or no tile reads another's, or a sector of them, and its sums are left out: no branches before the
+  // products.
   uint4 words[HELD][2];
   Scale scales[HELD][2];
   const int has = first_tile >= cut.tiles ? 0 : 1;  // a tile
   const int tile = BY_UNIT ? (has > 0 ? first_tile : blockIdx.x) : min(first_tile, cut.tiles - 1);
   uint32_t unit = tile * cut.groups + min(warp, cut.active - 1) * HELD;  // the next to load
   const Scale* const all_scales = static_cast<const Scale*>(args.scales);
+  const bool all = ROWS > 1 || LATE || (warp < cut.active && has > 0);
+  const int lane_bytes = all ? lane * 16 : 0, lane_rows = all ? g * 2 : 0;
   const uint64_t first_unit = static_cast<uint64_t>(tile) * cut.groups + min(warp, cut.active - 1) * HELD;
-  const uint8_t* codes = args.codes + first_unit * UNIT_BYTES + lane * 16;
-  const Scale* group_scales = all_scales + first_unit * TILE_ROWS + g * 2;
+  const uint8_t* codes = args.codes + first_unit * UNIT_BYTES + lane_bytes;
+  const Scale* group_scales = all_scales + first_unit * TILE_ROWS + lane_rows;
   const auto load = [&](int i) {
     const uint64_t here = unit;
-    const uint8_t* const from = BY_UNIT ? args.codes + here * UNIT_BYTES + (i * UNIT_BYTES + lane * 16) : codes + i * UNIT_BYTES;
-    words[i][0] = ld_global_nc_no_allocate_v4_u32(from);
-    words[i][1] = ld_global_nc_no_allocate_v4_u32(from + 512);
-    load_pair(scales[i], BY_UNIT ? all_scales + here * TILE_ROWS + (i * TILE_ROWS + g * 2) : group_scales + i * TILE_ROWS);
+    const uint8_t* const from = BY_UNIT ? args.codes + here * UNIT_BYTES + (i * UNIT_BYTES + lane_bytes) : codes + i * UNIT_BYTES;
+    words[i][0] = LATE ? ld_global_no_allocate_v4_u32(from) : ld_global_nc_no_allocate_v4_u32(from);
+    words[i][1] = LATE ? ld_global_no_allocate_v4_u32(from + 512) : ld_global_nc_no_allocate_v4_u32(from + 512);
+    load_pair(scales[i], BY_UNIT ? all_scales + here * TILE_ROWS + (i * TILE_ROWS + lane_rows) : group_scales + i * TILE_ROWS);
   };
   const auto step_on = [&](uint32_t units) {
     unit += units;
     codes += static_cast<uint64_t>(units) * UNIT_BYTES;
     group_scales += units * TILE_ROWS;
+  };
+  // Where few blocks have a third tile it is the last that the memory brings, and nothing else is under way then.
+  const auto third_tile = [&] {
+    if (SINGLE || ROWS > 1 || cut.rounds != 3 || first_tile + 2 * tile_step >= cut.tiles) return;
+    const uint8_t* const line = codes + 2ull * cut.round_units * UNIT_BYTES - lane_bytes + lane * 128;
+    const void* const scales_line = group_scales - lane_rows + 2ull * cut.round_units * TILE_ROWS;
+    constexpr int LINES = HELD * UNIT_BYTES / 128;
+    if (lane <= LINES && warp < cut.active) prefetch_L2(lane < LINES ? static_cast<const void*>(line) : scales_line);
   };
   if (CHAINED) {
     load(0);
@@ -390,18 +436,17 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
       if (owner < cut.active && m < ROWS) loaded[i] = ld_global_v4_u32(from + (owner * WARP + lane) * 8);
     }
     if (!CHAINED) {
+      if (LATE) step_on(loaded[0].x & cut.zero);  // not before x is here
       load(0);
-      if (!LATE) load(1);
+      if (LATE) __syncthreads();  // nor the second group's before all have x
+      load(1);
+      third_tile();
       if (!BY_UNIT) __syncwarp();  // or the compiler asks for them when x is here
     }
     const auto prepare = [&](const uint4& x, int i) {
       const int entry = loader + i * HALVES * FEW_WARPS, owner = entry % FEW_WARPS, line = entry / FEW_WARPS;
       const int pass = line % PASSES, m = line / PASSES;
       const int exponent = largest_exponent(x), inverse = max(exponent - 14, 1);  // fields of FP32
-      if (LATE && !CHAINED && i == 0) {
-        step_on(exponent & cut.zero);  // not before x is here
-        load(1);
-      }
       uint2 terms[TERMS];
       split(terms, x, __uint_as_float((254 - inverse) << 23), exponent != 255);
       const int set = (owner / SLICES * PASSES + pass) * HELD + pair;

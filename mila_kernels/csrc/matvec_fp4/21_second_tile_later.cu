@@ -1,30 +1,35 @@
 // Change: 3 to 8 rows of BF16: the words of a warp's second tile are asked for when x has come, and not together with the
 //   first tile's; the first 16 rounds are one straight line; words wait in registers from 2 rounds on, not from 12. With 16
-//   columns of B up to 8 rounds are one straight line.
+//   columns of B up to 8 rounds are one straight line. From 8 to 16 rounds of 8 columns, the second tile's words come as far
+//   as the L2 from the start, by a bulk copy of each warp, and a tile is added up three tiles later, not two.
 // Prediction: All 60 KB of words that a multiprocessor asks for at the start stand before x, which all products wait for.
 //   Half of them stand for less time, and the other half is asked for early enough as long as the first is being multiplied.
 //   What a loop has asked for is waited for at its head, all of it: in a line a warp waits for one tile only. 0.3 us each.
 // Measured: H200, 2026-11-30, prototypes in one run with 19's (in brackets): 8 rows, gate_up 17.2 us (17.9), fc_down 11.6
 //   (11.9), local_qkv 7.4 (7.8), local_o 5.4 (5.6), global_qk 7.8 (8.3), global_o 8.0 (8.2), lm_head 127 (128); 16 rows,
-//   gate_up 20.6 (20.6), fc_down 13.2 (13.6), local_qkv 8.7 (8.7), local_o 6.3 (6.4), global_qk 9.2 (9.4), global_o 9.3 (9.3).
-//   With 8 rows the second tile alone gives gate_up 17.3, both tiles behind x 17.8, a line of 8 rounds 17.5, and registers
-//   without a line local_qkv 7.5, global_qk 8.0. With 16 rows and 16 rounds in a line gate_up takes 28. x brought by pairs of
-//   blocks, half by each, which sends it to the other: 18.6 and 22.9. Without products gate_up takes 17.3 with 8 rows (before
-//   the line) and 19.9 with 16: neither decoding nor the tensor cores are what is left, but x, 61 and 123 KB from the L2 for
-//   each multiprocessor, and the ends.
-//   Other designs, all with bytes of E4M3 for the weights (four instructions for eight), x as three E5M2 that sum to it,
-//   columns of B of their own, and four tiles a warpgroup. Their errors are those of BF16's rounding. A set of 64 rows and 128
-//   columns takes 145 clocks of a multiprocessor with 16 rows of x and 103 with 8, with decoding and sums; the memory brings
-//   one in 208. Still, gate_up with 8 and 16 rows took: x split by four warps of their own and passing by in a ring, 16 warps
-//   with a tile each, words in registers 19.3 and 23.5 us, words by cp.async, six groups ahead, blocks beginning at different
-//   columns, 20.1 and 26.9, all beginning at the same, which wait for the same part of the L2, 30 to 32 with 16. x split once,
-//   four tiles a round, their groups shared by eight and six warpgroups, words in registers, 19.5 and 25.3, by six and five
-//   with three groups ahead 20.0 and 23.1; the second group asked for behind x 18.9 and 26.1; with x as two E4M3, which hold
-//   all but what is below 2^-10 of a group's largest, 18.6 and 21.9. Without x and products these take 16.4 and 17.7, so they
-//   wait for words; they were not put into a straight line. In clusters of 8 fc_down took 13.3 and 14.6, in clusters of 2
-//   local_qkv 9.6 and 10.1.
-// Verdict: Kept: 2 to 6% with 8 rows, up to 3 with 16. Short of the aims, on gate_up 17.0 and 19, on fc_down with 16 rows
-//   11.5.
+//   gate_up 20.6 (20.6), fc_down 13.2 (13.6), local_qkv 8.7 (8.7), local_o 6.3 (6.4), global_qk 9.2 (9.4), global_o 9.3
+//   (9.3). With 8 rows the second tile alone gives gate_up 17.3, both tiles behind x 17.8, a line of 8 rounds 17.5, and
+//   registers without a line local_qkv 7.5, global_qk 8.0. With 16 rows and 16 rounds in a line gate_up takes 28. x brought
+//   by pairs of blocks, half by each, which sends it to the other: 18.6 and 22.9. Without products gate_up takes 17.3 with 8
+//   rows (before the line) and 19.9 with 16: neither decoding nor the tensor cores are what is left, but x, 61 and 123 KB
+//   from the L2 for each multiprocessor, and the ends. Other designs, all with bytes of E4M3 for the weights (four
+//   instructions for eight), x as three E5M2 that sum to it, columns of B of their own, and four tiles a warpgroup. Their
+//   errors are those of BF16's rounding. A set of 64 rows and 128 columns takes 145 clocks of a multiprocessor with 16 rows
+//   of x and 103 with 8, with decoding and sums; the memory brings one in 208. Still, gate_up with 8 and 16 rows took: x
+//   split by four warps of their own and passing by in a ring, 16 warps with a tile each, words in registers 19.3 and 23.5
+//   us, words by cp.async, six groups ahead, blocks beginning at different columns, 20.1 and 26.9, all beginning at the
+//   same, which wait for the same part of the L2, 30 to 32 with 16. x split once, four tiles a round, their groups shared by
+//   eight and six warpgroups, words in registers, 19.5 and 25.3, by six and five with three groups ahead 20.0 and 23.1; the
+//   second group asked for behind x 18.9 and 26.1; with x as two E4M3, which hold all but what is below 2^-10 of a group's
+//   largest, 18.6 and 21.9. Without x and products these take 16.4 and 17.7, so they wait for words; they were not put into
+//   a straight line. In clusters of 8 fc_down took 13.3 and 14.6, in clusters of 2 local_qkv 9.6 and 10.1. The second tile
+//   in the L2, by the project's clock, the form before in the same run in brackets: gate_up with 8 rows 16.70 us (17.17),
+//   with 4 16.83 (17.14); by a shorter clock 17.0 and 16.85 (17.6 and 17.25), fc_down with 8 rows 11.2 (11.65). Of that,
+//   three tiles later makes 0.2. Two tiles in the L2 17.8 with 8 rows, one before x is asked for 17.5, one in each round
+//   19.8; with two rounds local_o takes 5.6 (5.2), with 125 lm_head 128 (126.5). x before the words, which the assembler
+//   puts first, makes no difference; three tiles in registers 18.0, all blocks with 14 or 15 tiles, not 128 with 15, 17.6
+//   (17.5).
+// Verdict: Kept: 3 to 6% with 8 rows, up to 3 with 16. Short of the aims with 16 rows, 19 on gate_up and 11.5 on fc_down.
 // Rows: 3
 // Predecessor: 19_words_in_shared_memory
 // Architectures: sm_90a sm_100a sm_120
@@ -689,7 +694,6 @@ const char* launch_tile_per_warp(const MatvecFp4Args& args, const RowCut& cut, c
 // ---- more rows: x stays in registers ------------------------------------------------------------------------------------
 
 constexpr int REG_WARPS = 16, FEWEST_REG_WARPS = 8;
-constexpr int LAG = 2;  // a warp adds up a tile when it has done so many more
 // The first of the named barriers that say a slot is full. Warps arrive at those, and all lanes at the mbarriers that say it is
 // empty: racecheck does not follow one lane's arrival for what its warp has stored.
 constexpr int FULL = 1;
@@ -700,6 +704,7 @@ constexpr int ROUNDS_FOR_REGISTERS = 2;  // from so many rounds on, for 8 column
 // Rounds in one straight line: for 8 columns of B the first ones, for 16 all or none, as the caches of instructions hold no
 // more.
 constexpr __host__ __device__ int line_rounds(int nt) { return nt == 1 ? 16 : 8; }
+constexpr int FEWEST_AHEAD = 8;  // rounds from which the second tile's words come into the L2, if all are in the line
 constexpr int STAGES = 2;
 constexpr __host__ __device__ int stage_bytes(int scale_bytes) { return HELD * (UNIT_BYTES + TILE_ROWS * scale_bytes); }
 
@@ -715,11 +720,14 @@ struct RegCut {
 };
 constexpr int SLOTS_OFFSET = 128;  // after the mbarriers
 
-// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more.
-template <typename Scale, int NT, bool SHARED, int LINE>
+// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more. AHEAD: the second tile's
+// words come as far as the L2 at once, where they stand before no one.
+template <typename Scale, int NT, bool SHARED, int LINE, bool AHEAD = false>
 __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     matvec_x_in_registers(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ RegCut cut) {
   constexpr int SLOTS = sum_slots(NT);
+  constexpr int LAG = AHEAD ? 3 : 2;  // a warp adds up a tile when it has done so many more
+  static_assert(LAG < SLOTS);
   constexpr int DEPTH = SHARED ? 1 : 2, STAGE_BYTES = stage_bytes(sizeof(Scale));
   constexpr int CHAINS = SHARED && NT == 1 ? 2 : 1;  // of products a group, where registers are left
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4, terms = terms_of(args.dtype);
@@ -813,6 +821,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
   } else {
     ask_x();
     if (!SHARED) load_first();
+    if (AHEAD && lane == 0 && rounds > 1) cp_async_bulk_prefetch_L2(codes, HELD * UNIT_BYTES);
   }
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(empty + slot * 8, NT * WARP);
@@ -1019,6 +1028,8 @@ const char* launch_x_in_registers(const MatvecFp4Args& args, const RegCut& cut, 
   auto kernel = matvec_x_in_registers<Scale, NT, true, 0>;
   if constexpr (NT == 1) {
     if (cut.rounds >= ROUNDS_FOR_REGISTERS) kernel = matvec_x_in_registers<Scale, NT, false, line_rounds(NT)>;
+    if (cut.rounds >= FEWEST_AHEAD && cut.rounds <= line_rounds(NT))
+      kernel = matvec_x_in_registers<Scale, NT, false, line_rounds(NT), true>;
   } else {
     if (cut.rounds <= line_rounds(NT)) kernel = matvec_x_in_registers<Scale, NT, true, line_rounds(NT)>;
   }
