@@ -27,18 +27,21 @@
 //   have as many groups, and their sums through global memory 18.6, 12.3 and 6.0; that with BF16 products and cp.async 18.4,
 //   10.8 and 5.7. Tiles of 15 rows, which come out even, in 16: nothing. The last three changes, by the project's clock, the
 //   form before in the same run in brackets: fc_down 9.62 us (10.22), global_qk 6.22 (6.51), gate_up with two rows, where
-//   they are left out, 16.32 (16.33); by a shorter clock local_qkv 5.75 (5.95), gate_up 15.53 (15.66), local_o 4.13 (4.14),
-//   global_o 5.79 (5.74). Of them, by that clock: global_qk with the third tile 6.49, and one sector for who has no work
-//   6.41 (6.57); the third tile by cp.async into shared memory 6.58, by a bulk copy into the L2 6.80; the second tile of all
-//   blocks too 7.5, though gate_up takes 15.5 that way (15.9). fc_down 9.75 (10.2): words before x, which only loads that
-//   are not .nc do, as the assembler moves those behind x 10.1; all words behind the barrier 10.3; the first pass's words
-//   into the L2 before x 10.9, the second's 11.5; the scales through shared memory 10.1 to 10.6; half of x after the first
-//   pass 10.0; without the split of x 9.9 to 10.1, without products 10.0, both in slower orders. Which loads the assembler
-//   puts where makes 0.4 us of it: the largest exponent by two halves at a time 9.7 or 10.0.
+//   they are left out, 16.32 (16.33); on another machine, a percent slower, 9.47 to 9.65, 6.30 to 6.46, 16.5, local_o 4.10,
+//   local_qkv 5.92, global_o 6.00, gate_up 15.76, lm_head 115.5; by a shorter clock local_qkv 5.75 (5.95), gate_up 15.53
+//   (15.66), local_o 4.13 (4.14), global_o 5.79 (5.74). Of them, by that clock: global_qk with the third tile 6.49, and one
+//   sector for who has no work 6.41 (6.57); the third tile by cp.async into shared memory 6.58, by a bulk copy into the L2
+//   6.80; the second tile of all blocks too 7.5, though gate_up takes 15.5 that way (15.9). fc_down 9.75 (10.2): words
+//   before x, which only loads that are not .nc do, as the assembler moves those behind x 10.1; all words behind the barrier
+//   10.3; the first pass's words into the L2 before x 10.9, the second's 11.5; the scales through shared memory 10.1 to
+//   10.6; half of x after the first pass 10.0; without the split of x 9.9 to 10.1, without products 10.0, both in slower
+//   orders. Which loads the assembler puts where makes 0.4 us of it: the largest exponent by two halves at a time 9.7 or
+//   10.0.
 // Verdict: Kept: 2 to 15% of one row, 5 to 18% of two, but for fc_down with two.
 // Architectures: sm_90a
 // Most rows: 2
-// Spills: a register to six, with two rows, two or four passes and FP32 scales, and for more than 8 columns of B.
+// Spills: one to 14 registers with two rows, to three with one, in four passes or with FP32 scales; for more than 8 columns
+//   of B.
 // Instances: scale_dtype column_tiles few_rows chained
 #include "../hopper.cuh"
 #include "args.cuh"
