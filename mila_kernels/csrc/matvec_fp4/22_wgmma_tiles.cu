@@ -3,12 +3,14 @@
 //   registers. Nothing is added up before the end, and then over the cluster alone.
 // Prediction: 21 has x in registers, 123 KB in each of 120 multiprocessors on fc_down with 16 rows, and adds up every tile over
 //   15 warps. In clusters of 8 x is 61 KB, of which a read serves four warps; 1 to 1.5 us less.
-// Measured: H200, 2026-11-30, recorded as the steps are, 21 in brackets: 16 rows, fc_down 11.0 us (12.7), gate_up 19.2 (20.9).
-//   Prototypes in one run: 16 rows, global_o 7.9 (9.2); 8 rows, fc_down 10.7 (11.7), global_o 7.5 (7.9). How many groups of words
-//   are asked for before x has come is most of it: fc_down with 16 rows 11.4, 11.9, 12.1 with 4, 5, 6 groups and 11.0 with 3;
-//   with 8 groups 12.8, all of them in front of x 14.4, and with the words' way into L2 asked for first 14.3. Then code that is
-//   fetched in front of the first product: 0.5 us less without FP16's part of it (which 21's kernels do). In a loop, which waits
-//   for each product, 13.3. Of 10.9 us x is 0.5, the products are 1.0 and the sums 0.5; 9.3 without all three.
+// Measured: H200, 2026-11-30, recorded as the steps are, 21 in brackets: 16 rows, fc_down 11.0 us (12.7), gate_up 19.2 (20.9),
+//   both before words were asked for in front of a group's products, which takes 0.2 and 0.3 more away. Prototypes in one run:
+//   16 rows, fc_down 11.2 (13.0), gate_up 18.85 (20.6), global_o 7.9 (9.2); 8 rows, fc_down 10.7 (11.7), global_o 7.5 (7.9).
+//   How many groups of words are on their way is most of it: fc_down with 16 rows 11.4, 11.9, 12.1 with 4, 5, 6 groups and 11.0
+//   with 3; with 8 12.8, with all of these in front of x 14.4, with more of them asked for when x is there 13.6, with the tiles'
+//   way into L2 begun first 14.3; one of 3 in front of x 11.8. x brought in two turns 12.4. Then code that is fetched in front
+//   of the first product: 0.5 us less without FP16's part of it (which 21's kernels do). In a loop, which waits for each
+//   product, 13.3. Of 10.9 us x is 0.5, the products are 1.0 and the sums 0.5; 9.3 without all three.
 //   Sums through global memory, by the block that comes last, 6 blocks for the columns of 11 tiles, all 132 multiprocessors at
 //   work: 12.9. Clusters of 6, 17 of which fit at a time, 21.3, of 4 12.2. 21 in clusters of 8, a group a warp, 13.3 to 15.6.
 //   Where it is not used: gate_up with 8 rows 18.0 (17.3), local_qkv 9.1 to 9.3 and 7.7 (8.5, 7.3), local_o, in clusters of 4 or
@@ -988,12 +990,12 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
       for (int c = 0; c < static_cast<int>(sizeof(pair)) / 4; ++c)
         reinterpret_cast<uint32_t*>(pair)[c] = ld_shared_u32(scales + group * SCALE_BYTES + c * 4);
       scale[0] = to_float(pair[0]) * restore, scale[1] = to_float(pair[1]) * restore;
-      multiply(0);
-      if (group + AHEAD < GROUPS) {
+      if (group + AHEAD < GROUPS) {  // before the products, for which a warp waits
         ask(codes, bytes, group + AHEAD);
       } else {
         ask(next_codes, next_bytes, group + AHEAD);
       }
+      multiply(0);
       decode_half(1);
       multiply(1);
     }
