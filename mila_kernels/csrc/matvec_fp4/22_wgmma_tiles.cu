@@ -5,7 +5,7 @@
 //   15 warps. In clusters of 8 x is 61 KB, of which a read serves four warps; 1 to 1.5 us less.
 // Measured: H200, 2026-11-30, recorded as the steps are, 21 in brackets: 16 rows, fc_down 11.0 us (12.7), gate_up 19.2 (20.9),
 //   both before words were asked for in front of a group's products, which takes 0.2 and 0.3 more away. Prototypes in one run:
-//   16 rows, fc_down 11.2 (13.0), gate_up 18.85 (20.6), global_o 7.9 (9.2); 8 rows, fc_down 10.7 (11.7), global_o 7.5 (7.9).
+//   16 rows, fc_down 11.2 (13.0), gate_up 18.85 (20.6), global_o 7.9 (9.2); 8 rows, fc_down 10.7 (11.2), global_o 7.5 (7.9).
 //   How many groups of words are on their way is most of it: fc_down with 16 rows 11.4, 11.9, 12.1 with 4, 5, 6 groups and 11.0
 //   with 3; with 8 12.8, with all of these in front of x 14.4, with more of them asked for when x is there 13.6, with the tiles'
 //   way into L2 begun first 14.3; one of 3 in front of x 11.8. x brought in two turns 12.4. Then code that is fetched in front
@@ -15,7 +15,7 @@
 //   work: 12.9. Clusters of 6, 17 of which fit at a time, 21.3, of 4 12.2. 21 in clusters of 8, a group a warp, 13.3 to 15.6.
 //   Where it is not used: gate_up with 8 rows 18.0 (17.3), local_qkv 9.1 to 9.3 and 7.7 (8.5, 7.3), local_o, in clusters of 4 or
 //   8, 6.0 to 6.2 and 5.7 (6.15, 5.2), global_qk 10.0 and 8.5 (9.0, 7.8).
-// Verdict: Kept: 14% of fc_down with 16 rows, 8 with 8, 8% of gate_up with 16. 11.5 and 19 were the aims.
+// Verdict: Kept: 14% of fc_down with 16 rows, 5 with 8, 8% of gate_up with 16. 11.5 and 19 were the aims.
 // Rows: 3
 // Predecessor: 21_second_tile_later
 // Architectures: sm_90a
@@ -472,7 +472,6 @@ const char* launch_tile_per_warp(const MatvecFp4Args& args, const RowCut& cut, c
 // ---- more rows: x stays in registers ------------------------------------------------------------------------------------
 
 constexpr int REG_WARPS = 16, FEWEST_REG_WARPS = 8;
-constexpr int LAG = 2;  // a warp adds up a tile when it has done so many more
 // The first of the named barriers that say a slot is full. Warps arrive at those, and all lanes at the mbarriers that say it is
 // empty: racecheck does not follow one lane's arrival for what its warp has stored.
 constexpr int FULL = 1;
@@ -483,6 +482,7 @@ constexpr int ROUNDS_FOR_REGISTERS = 2;  // from so many rounds on, for 8 column
 // Rounds in one straight line: for 8 columns of B the first ones, for 16 all or none, as the caches of instructions hold no
 // more.
 constexpr __host__ __device__ int line_rounds(int nt) { return nt == 1 ? 16 : 8; }
+constexpr int FEWEST_AHEAD = 8;  // rounds from which the second tile's words come into the L2, if all are in the line
 constexpr int STAGES = 2;
 constexpr __host__ __device__ int stage_bytes(int scale_bytes) { return HELD * (UNIT_BYTES + TILE_ROWS * scale_bytes); }
 
@@ -498,11 +498,14 @@ struct RegCut {
 };
 constexpr int SLOTS_OFFSET = 128;  // after the mbarriers
 
-// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more.
-template <typename Scale, int NT, bool SHARED, int LINE>
+// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more. AHEAD: the second tile's
+// words come as far as the L2 at once, where they stand before no one.
+template <typename Scale, int NT, bool SHARED, int LINE, bool AHEAD = false>
 __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     matvec_x_in_registers(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ RegCut cut) {
   constexpr int SLOTS = sum_slots(NT);
+  constexpr int LAG = AHEAD ? 3 : 2;  // a warp adds up a tile when it has done so many more
+  static_assert(LAG < SLOTS);
   constexpr int DEPTH = SHARED ? 1 : 2, STAGE_BYTES = stage_bytes(sizeof(Scale));
   constexpr int CHAINS = SHARED && NT == 1 ? 2 : 1;  // of products a group, where registers are left
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4, terms = terms_of(args.dtype);
@@ -596,6 +599,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
   } else {
     ask_x();
     if (!SHARED) load_first();
+    if (AHEAD && lane == 0 && rounds > 1) cp_async_bulk_prefetch_L2(codes, HELD * UNIT_BYTES);
   }
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(empty + slot * 8, NT * WARP);
@@ -802,6 +806,8 @@ const char* launch_x_in_registers(const MatvecFp4Args& args, const RegCut& cut, 
   auto kernel = matvec_x_in_registers<Scale, NT, true, 0>;
   if constexpr (NT == 1) {
     if (cut.rounds >= ROUNDS_FOR_REGISTERS) kernel = matvec_x_in_registers<Scale, NT, false, line_rounds(NT)>;
+    if (cut.rounds >= FEWEST_AHEAD && cut.rounds <= line_rounds(NT))
+      kernel = matvec_x_in_registers<Scale, NT, false, line_rounds(NT), true>;
   } else {
     if (cut.rounds <= line_rounds(NT)) kernel = matvec_x_in_registers<Scale, NT, true, line_rounds(NT)>;
   }
@@ -818,15 +824,15 @@ constexpr int MOST_PARTS = 8;   // blocks of a cluster
 constexpr int X_BATCH = 4;  // of what a warp brings of x at a time
 // Groups of a tile that are on their way or wait in shared memory: so few, as all that is asked for before x has come stands in
 // its way.
-constexpr int AHEAD = 3;
+constexpr int GROUPS_AHEAD = 3;
 // x as wgmma takes it without a swizzle: eight columns of B times eight of K lie in so many bytes, and those of 16 columns of K
 // one after the other.
 constexpr int CORE_BYTES = 128;
 constexpr __host__ __device__ int x_group_bytes(int nt) { return GROUP / 8 * nt * CORE_BYTES; }
 
 // A round is a tile of each warp of a cluster's blocks, and each block has block_groups of its groups. Shared memory holds x, the
-// scales [rounds][warps][block_groups][TILE_ROWS], words[warps][AHEAD][UNIT_BYTES] and, where blocks share the columns, what
-// they send: y[rounds][own tiles][cluster][NT][WARP] of float4.
+// scales [rounds][warps][block_groups][TILE_ROWS], words[warps][GROUPS_AHEAD][UNIT_BYTES] and what the blocks send each other:
+// y[rounds][own tiles][cluster][NT][WARP] of float4.
 struct TileCut {
   int cluster, cluster_bits, clusters, rounds, tiles, groups, block_groups;
   int take, warps;  // tiles that a cluster takes a round; warps are whole warpgroups
@@ -860,7 +866,7 @@ template <typename Scale, int NT, int GROUPS, bool ONE>
 __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
     matvec_wgmma_tiles(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ TileCut cut) {
   constexpr int SCALE_BYTES = TILE_ROWS * sizeof(Scale);
-  static_assert(ONE || GROUPS % AHEAD == 0, "the next tile's words come to the same places");
+  static_assert(ONE || GROUPS % GROUPS_AHEAD == 0, "the next tile's words come to the same places");
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
   const int rank = static_cast<int>(cluster_ctarank()), cluster = static_cast<int>(blockIdx.x) >> cut.cluster_bits;
   const uint32_t x_smem = smem_u32(&dynamic_smem<uint4>()), owned = x_smem + cut.own_offset;
@@ -873,7 +879,7 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
   const auto unit_of = [&](int round) {
     return static_cast<uint64_t>(min(tile_of(round), cut.tiles - 1)) * cut.groups + rank * GROUPS;
   };
-  const uint32_t words = x_smem + cut.words_offset + warp * (AHEAD * UNIT_BYTES) + lane * 16;
+  const uint32_t words = x_smem + cut.words_offset + warp * (GROUPS_AHEAD * UNIT_BYTES) + lane * 16;
   const auto copy = [&](uint32_t to, const uint8_t* from, uint32_t bytes) {
     if constexpr (ONE) {
       cp_async_cg(to, from);
@@ -883,7 +889,7 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
   };
   const auto ask = [&](const uint8_t* codes, uint32_t bytes, int group) {
     if (!ONE || group < GROUPS) {
-      const uint32_t to = words + group % AHEAD * UNIT_BYTES;
+      const uint32_t to = words + group % GROUPS_AHEAD * UNIT_BYTES;
       copy(to, codes + group % GROUPS * UNIT_BYTES, bytes);
       copy(to + 512, codes + group % GROUPS * UNIT_BYTES + 512, bytes);
     }
@@ -930,7 +936,7 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
     if (begin == warp) {
       ask_scales(0);
 #pragma unroll
-      for (int group = 0; group < AHEAD; ++group) ask(codes, bytes, group);
+      for (int group = 0; group < GROUPS_AHEAD; ++group) ask(codes, bytes, group);
     }
 #pragma unroll
     for (int i = 0; i < X_BATCH; ++i) {
@@ -963,12 +969,12 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
     const uint32_t scales = scales_of(round) + g * 2 * sizeof(Scale);
     float y[NT * 4] = {}, sums[NT * 4] = {}, scale[2] = {};
     uint32_t a[2][4][4];
-    cp_async_wait_group<AHEAD - 1>();
+    cp_async_wait_group<GROUPS_AHEAD - 1>();
     __syncwarp();  // the scales are for all lanes
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-      cp_async_wait_group<AHEAD - 1>();
-      const uint32_t from = words + group % AHEAD * UNIT_BYTES;
+      cp_async_wait_group<GROUPS_AHEAD - 1>();
+      const uint32_t from = words + group % GROUPS_AHEAD * UNIT_BYTES;
       const uint4 half[2] = {ld_shared_v4_u32(from), ld_shared_v4_u32(from + 512)};
       const auto decode_half = [&](int i) {
         decode(a[i][0], half[i].x), decode(a[i][1], half[i].y), decode(a[i][2], half[i].z), decode(a[i][3], half[i].w);
@@ -990,10 +996,10 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
       for (int c = 0; c < static_cast<int>(sizeof(pair)) / 4; ++c)
         reinterpret_cast<uint32_t*>(pair)[c] = ld_shared_u32(scales + group * SCALE_BYTES + c * 4);
       scale[0] = to_float(pair[0]) * restore, scale[1] = to_float(pair[1]) * restore;
-      if (group + AHEAD < GROUPS) {  // before the products, for which a warp waits
-        ask(codes, bytes, group + AHEAD);
+      if (group + GROUPS_AHEAD < GROUPS) {  // before the products, for which a warp waits
+        ask(codes, bytes, group + GROUPS_AHEAD);
       } else {
-        ask(next_codes, next_bytes, group + AHEAD);
+        ask(next_codes, next_bytes, group + GROUPS_AHEAD);
       }
       multiply(0);
       decode_half(1);
@@ -1058,7 +1064,7 @@ TileCut tile_cut_for(const MatvecFp4Args& args, int nt, int scale_bytes) {
     const int clusters = (cut.cluster <= 2 ? args.sm_count : args.sm_count * 94 / 100) >> cut.cluster_bits;
     if (clusters == 0) continue;
     cut.rounds = ceil_div(cut.tiles, clusters * TILE_WARPS);
-    if (cut.rounds == 1 ? cut.cluster != MOST_PARTS : cut.rounds > MOST_ROUNDS || nt == 1 || groups % AHEAD != 0) continue;
+    if (cut.rounds == 1 ? cut.cluster != MOST_PARTS : cut.rounds > MOST_ROUNDS || nt == 1 || groups % GROUPS_AHEAD != 0) continue;
     cut.take = ceil_div(cut.tiles, clusters * cut.rounds);
     const int warps = ceil_div(cut.take, 4) * 4;
     cut.clusters = ceil_div(cut.tiles, cut.take * cut.rounds);
@@ -1066,7 +1072,7 @@ TileCut tile_cut_for(const MatvecFp4Args& args, int nt, int scale_bytes) {
     cut.own_tiles = ceil_div(cut.take, cut.cluster);
     cut.scales_offset = groups * x_group_bytes(nt);
     cut.words_offset = cut.scales_offset + cut.rounds * warps * groups * TILE_ROWS * scale_bytes;
-    cut.own_offset = cut.words_offset + warps * AHEAD * static_cast<int>(UNIT_BYTES);
+    cut.own_offset = cut.words_offset + warps * GROUPS_AHEAD * static_cast<int>(UNIT_BYTES);
     cut.smem_bytes = cut.own_offset + (cut.rounds * cut.own_tiles << cut.cluster_bits) * nt * WARP * 16;
     if (cut.smem_bytes > args.smem_limit - 1024) continue;
     cut.warps = warps;
