@@ -3,9 +3,10 @@
 //   registers. Nothing is added up before the end, and then over the cluster alone.
 // Prediction: 21 has x in registers, 123 KB in each of 120 multiprocessors on fc_down with 16 rows, and adds up every tile over
 //   15 warps. In clusters of 8 x is 61 KB, of which a read serves four warps; 1 to 1.5 us less.
-// Measured: H200, 2026-11-30, recorded as the steps are, 21 in brackets: 16 rows, fc_down 11.0 us (12.7), gate_up 19.2 (20.9),
-//   both before words were asked for in front of a group's products, which takes 0.2 and 0.3 more away. Prototypes in one run:
-//   16 rows, fc_down 11.2 (13.0), gate_up 18.85 (20.6), global_o 7.9 (9.2); 8 rows, fc_down 10.7 (11.2), global_o 7.5 (7.9).
+// Measured: H200, 2026-11-30, by the project's clock, 21 in the same run in brackets: 16 rows, fc_down 10.7 to 11.1 us (12.7 to
+//   13.0), gate_up 19.05 (20.9 to 21.1). Prototypes in one run: 16 rows, fc_down 11.2 (13.0), gate_up 18.85 (20.6), global_o 7.9
+//   (9.2); 8 rows, fc_down 10.7 (11.2), global_o 7.5 (7.9). A group's next words asked for in front of its products, not between
+//   them, is 0.2 of fc_down and 0.3 of gate_up; the figures that follow are from before.
 //   How many groups of words are on their way is most of it: fc_down with 16 rows 11.4, 11.9, 12.1 with 4, 5, 6 groups and 11.0
 //   with 3; with 8 12.8, with all of these in front of x 14.4, with more of them asked for when x is there 13.6, with the tiles'
 //   way into L2 begun first 14.3; one of 3 in front of x 11.8. x brought in two turns 12.4. Then code that is fetched in front
