@@ -14,6 +14,11 @@
 //   product, 13.3. Of 10.9 us x is 0.5, the products are 1.0 and the sums 0.5; 9.3 without all three.
 //   Sums through global memory, by the block that comes last, 6 blocks for the columns of 11 tiles, all 132 multiprocessors at
 //   work: 12.9. Clusters of 6, 17 of which fit at a time, 21.3, of 4 12.2. 21 in clusters of 8, a group a warp, 13.3 to 15.6.
+//   Other designs for gate_up with 16 rows (20.4 to 20.8 with 21): six groups of a warp's tile ahead, by cp.async, x in shared
+//   memory for mma.sync, 21.7, without x 20.4, without products 19.4; three tiles a warp, each of a third of the columns, 22.2,
+//   with half of these groups ahead 20.7; words by bulk copies 22.9, x by them 23.8, multicast to clusters of 2 and 4 23.7 and
+//   42; words by plain loads, the columns in one line, x a part at a time 21.4; this step with words in registers, three to
+//   five groups ahead, 23.8 to 24.3 (19.0 to 19.3), with five groups in shared memory 19.3 to 19.6.
 //   Where it is not used: gate_up with 8 rows 18.0 (17.3), local_qkv 9.1 to 9.3 and 7.7 (8.5, 7.3), local_o, in clusters of 4 or
 //   8, 6.0 to 6.2 and 5.7 (6.15, 5.2), global_qk 10.0 and 8.5 (9.0, 7.8).
 // Verdict: Kept: 14% of fc_down with 16 rows, 5 with 8, 8% of gate_up with 16. 11.5 and 19 were the aims.
