@@ -160,7 +160,7 @@ def time_one_launch(chain: TokenChain, step: steps.Step | None = None, replays: 
 def _time_replays(replay: Callable[[], None], replays: int) -> float:
     """Median time from the end of one replay to the end of the next, in microseconds.
 
-    Each is launched while the one in front runs, as a decoder's tokens are: on an idle GPU the way from the CPU would count.
+    Each is launched while the one in front runs, as a decoder's tokens are: an idle GPU would wait for the CPU first.
     """
     time.sleep(SETTLE_S)  # the capture gave memory back
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
