@@ -878,8 +878,8 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
   const uint32_t x_smem = smem_u32(&dynamic_smem<uint4>()), owned = x_smem + cut.own_offset;
   barrier_cluster_arrive_relaxed();  // its blocks are there: they may be sent to
 
-  // Each lane brings the codes that it will read; the scales are for all lanes. Without a tile nothing is read: of one round, the
-  // last tile again.
+  // Each lane brings the codes that it will read; the scales are for all lanes. Without a tile no codes are read: of one round,
+  // the last tile's again.
   const auto tile_of = [&](int round) { return (round * cut.clusters + cluster) * cut.take + warp; };
   const auto has_tile = [&](int round) { return warp < cut.take && round < cut.rounds && tile_of(round) < cut.tiles; };
   const auto unit_of = [&](int round) {
@@ -967,10 +967,10 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, 1)
   for (int round = 0; round < (ONE ? 1 : cut.rounds); ++round) {
     const uint8_t* next_codes = codes;
     uint32_t next_bytes = 0;
+    if (!ONE && round + 1 < cut.rounds) ask_scales(round + 1);  // without a tile the last one's, as zeros are multiplied too
     if (!ONE && has_tile(round + 1)) {
       next_codes = args.codes + unit_of(round + 1) * UNIT_BYTES + lane * 16;
       next_bytes = 16;
-      ask_scales(round + 1);
     }
     const uint32_t scales = scales_of(round) + g * 2 * sizeof(Scale);
     float y[NT * 4] = {}, sums[NT * 4] = {}, scale[2] = {};
