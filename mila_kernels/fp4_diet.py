@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
-import statistics
 import time
 import unicodedata
 from collections import Counter
@@ -19,7 +17,7 @@ import pandas as pd
 import torch
 
 from . import build, counters, linear, results, shapes, static, steps
-from .bench import SETTLE_S
+from .bench import SETTLE_S, time_cuda
 from .results import CounterRow
 from .shapes import Workload
 from .token_chain import OneLaunch, TokenChain, layer_names, one_launch_steps, token_chain
@@ -124,6 +122,33 @@ def time_fastest(session: Session, workloads: Sequence[Workload]) -> pd.DataFram
     return pd.concat([part for part in parts if not part.empty] or parts[:1], ignore_index=True)
 
 
+def shapes_table(session: Session, names: Sequence[str], workloads: Sequence[Workload]) -> pd.DataFrame:
+    """Microseconds of steps, and of the step that each workload chooses by itself, and the share of the read limit.
+
+    A row a workload, beside it the best peer's time and whose times are of an older source. Empty where nothing is
+    timed or recorded.
+    """
+    rows = pd.concat([session.time(names, workloads), time_fastest(session, workloads).assign(step="fastest")])
+    rows = rows[rows["status"] == "ok"].assign(share=lambda r: (100 * r["share"]).round(1))
+    if rows.empty:
+        return rows
+    units = {"median_us": "us", "share": "% of the read limit"}
+    values = [
+        rows.pivot_table(index="workload", columns="step", values=value, sort=False).add_suffix(f", {unit}")
+        for value, unit in units.items()
+    ]
+    wide = pd.concat(values, axis=1).round(2)
+    beside = {
+        w.name: {
+            "fastest is": steps.step(fastest(w, session.device)).name, "best peer, us": w.peer, "peer": w.peer_name
+        }
+        for w in workloads
+    }  # fmt: skip
+    stale = rows[rows["stale"].astype(bool)].groupby("workload")["step"].agg(", ".join)
+    wide = wide.join(pd.DataFrame.from_dict(beside, orient="index"))
+    return wide if stale.empty else wide.assign(stale=stale.reindex(wide.index).fillna(""))
+
+
 # ---- what is busy ----
 
 DRAM_BUSY = "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"
@@ -158,17 +183,9 @@ def time_one_launch(chain: TokenChain, step: steps.Step | None = None, replays: 
 
 
 def _time_replays(replay: Callable[[], None], replays: int) -> float:
-    """Median time from the end of one replay to the end of the next, in microseconds.
-
-    Each is launched while the one in front runs, as a decoder's tokens are: an idle GPU would wait for the CPU first.
-    """
     time.sleep(SETTLE_S)  # the capture gave memory back
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    for end in ends:
-        replay()
-        end.record()
-    ends[-1].synchronize()
-    return statistics.median(first.elapsed_time(second) * 1e3 for first, second in itertools.pairwise(ends))
+    # Nothing is flushed, as a token's weights are far larger than the L2.
+    return time_cuda(replay, cache="hot", working_set=token_bytes(), n=replays, graph=False).median
 
 
 TOKEN = "a token's matvecs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mila_kernels import build, fp4_diet, linear, reference, shapes, static, steps
+from mila_kernels import build, fp4_diet, linear, notebook, reference, results, shapes, static, steps
 from mila_kernels.token_chain import (
     OneLaunch,
     TokenChain,
@@ -127,3 +127,19 @@ def test_errors_of_the_formats() -> None:
     assert 0.08 < table.loc["normal", "FP4"] < 0.13 and table.loc["normal", "FP8 a row"] < 0.03
     assert table.loc["outlier", "largest / deviation"] > 20
     assert steps.step(FASTEST).op == "matvec_fp4" and linear.step_layout(steps.step(FASTEST)) == "folded"
+
+
+def test_every_shape_has_the_recorded_time_of_the_step_that_it_chooses() -> None:
+    workloads = shapes.workloads("matvec_fp4")
+    session = notebook.start("emulation", "h200")
+    table = fp4_diet.shapes_table(session, ["matvec_fp4/03_folded_scale"], workloads)
+    assert list(table.index) == [w.name for w in workloads]
+    recorded = results.table("timings", "h200")
+    for w in workloads:
+        chosen = steps.step(fp4_diet.fastest(w, session.device))
+        rows = recorded[(recorded["workload"] == w.name) & (recorded["step"] == chosen.name)]
+        newest = rows[(rows["cache"] == "cold") & (rows["status"] == "ok")].iloc[-1]
+        assert table.loc[w.name, "fastest is"] == chosen.name
+        assert table.loc[w.name, "fastest, us"] == pytest.approx(newest["median_us"], abs=0.006)
+        if newest["source_sha"] != chosen.source_sha:
+            assert "fastest" in table.loc[w.name, "stale"]
