@@ -268,6 +268,23 @@ def test_splits_agree_and_repeat(step: str, kind: str, device: torch.device) -> 
         assert changed() == 0
 
 
+@pytest.mark.parametrize("dtype", [BF16, E4M3])
+def test_a_pool_may_pass_2_31_elements(step: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Its first and last pages; of those between, which are never touched, a CPU makes no memory."""
+    page, dim = 16, 64
+    pages = 2**31 // (page * dim) + 3
+    k, v = (normal(1, 40, 1, dim, device=device, seed=seed).to(dtype) for seed in (1, 2))
+    stores = [torch.empty(pages, page, 1, dim, dtype=dtype, device=device) for _ in range(2)]
+    table = ints([0, pages - 1, pages - 2], device)[None]
+    for store, source in zip(stores, (k, v), strict=True):
+        for column, number in enumerate(table[0].tolist()):
+            part = source[0, column * page : (column + 1) * page]
+            store[number, : len(part)] = part
+    q = normal(1, 1, 4, dim, device=device)
+    truth = reference.decode(q, ContiguousCache(k, v), ints([40], device))
+    close(decode(q, PagedCache(*stores, table), ints([40], device), step=step, return_lse=True), truth, 2.0**-8)
+
+
 def test_ragged_batches_use_every_block(step: str, device: torch.device) -> None:
     lengths = [0, 1, 300, 0, 17, 64, 2, 0, 129] * 4 + [0]
     k, v = (normal(len(lengths), 300, 1, 64, device=device, seed=seed) for seed in (1, 2))

@@ -203,10 +203,20 @@ def test_groups_of_zeros_and_mixed_groups(step: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("step", EXACT)
+def test_the_error_does_not_grow_with_the_columns(step: str, device: torch.device, large: bool) -> None:
+    skip_unless_it_runs(step, device)
+    for k in (16384, 65536, 131072) if large else (8192,):
+        w = weight(64, k, k, BF16).to(device)
+        codes, scales = (t.to(device) for t in reference.quantize_activations(random((16, k), 1)))
+        # Rounding to BF16 is about 1.65e-3 of it.
+        assert rel_l2(gemm_w4a8((codes, scales), w, step=step), truth(codes, scales, w)) <= 1.8e-3, k
+
+
+@pytest.mark.parametrize("step", EXACT)
 def test_a_long_sum_of_ones(step: str, device: torch.device, large: bool) -> None:
     """Case 6: unpromoted FP8 sums stop growing."""
     skip_unless_it_runs(step, device)
-    for k in (1024, 65536) if large else (4096,):
+    for k in (1024, 65536, 131072) if large else (4096,):
         w, x = quantize_fp4(torch.ones(8, k)).to(device), torch.ones(2, k, dtype=BF16, device=device)
         assert gemm_w4a8(x, w, step=step).float().unique().tolist() == [float(k)]
 
