@@ -276,6 +276,15 @@ def test_a_cluster_shares_the_columns_of_its_tiles(
             assert torch.equal(matvec(step, x, w), want)
 
 
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
+def test_the_error_is_no_worse_than_a_librarys_in_bf16(m: int, device: torch.device, large: bool) -> None:
+    n, k = (3840, 15360) if large else (48, 3840)
+    w, x = quantize_fp4(random((n, k), 1) / k**0.5).to(device), random((m, k), 2, BF16).to(device)
+    truth = reference.matvec(x, w.dequantize(torch.float64))
+    librarys = rel_l2(torch.nn.functional.linear(x, w.dequantize(BF16)), truth)
+    assert rel_l2(linear.matvec_fp4(x, w), truth) <= min(librarys, 2e-3)
+
+
 @pytest.mark.parametrize("name", ["matvec_fp4", "matvec_fp8"])
 def test_every_number_of_rows(name: str, device: torch.device) -> None:
     w = quantize(name, random((32, 256), 1)).to(device)
