@@ -152,15 +152,27 @@ def _fp8_product(x_codes: torch.Tensor, x_scales: torch.Tensor, w: Fp4Weight) ->
     )
 
 
+def _live(
+    cache: ContiguousCache | RingCache | PagedCache, first: int, length: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of positions ``first`` to ``length - 1``, in order and in one piece, [batch, n, kv_heads,
+    head_dim]."""
+    outer, inner = cache.slots(torch.arange(first, length, device=device).expand(cache.batch, -1))
+    return cache.keys[outer, inner], cache.values[outer, inner]
+
+
+def _first_live(length: int, q_len: int, window: int | None) -> int:
+    return max(0, length - q_len - window + 1) if window else 0
+
+
 def _decode_sdpa(
     q: torch.Tensor, cache: ContiguousCache | RingCache | PagedCache, lengths: torch.Tensor, *,
     window: int | None = None, scale: float | None = None,
 ) -> Callable[[], torch.Tensor]:  # fmt: skip
     """scaled_dot_product_attention on the live keys and values in one piece: it knows neither pages nor rings."""
     length = _one_length(lengths)
-    first = max(0, length - q.shape[1] - window + 1) if window else 0
-    outer, inner = cache.slots(torch.arange(first, length, device=q.device).expand(q.shape[0], -1))
-    k, v = (store[outer, inner].transpose(1, 2).contiguous() for store in (cache.keys, cache.values))
+    first = _first_live(length, q.shape[1], window)
+    k, v = (x.transpose(1, 2).contiguous() for x in _live(cache, first, length, q.device))
     rows = q.transpose(1, 2).contiguous()
     mask = _visible(q.shape[1], length - first, window, q.device) if q.shape[1] > 1 else None
 
@@ -171,6 +183,74 @@ def _decode_sdpa(
         return out.transpose(1, 2)
 
     return call
+
+
+PEER_PAGE = 64
+
+
+@dataclass(frozen=True)
+class Pages:
+    """``keys`` and ``values`` [pages, page_size, kv_heads, head_dim]; ``table`` int32 [batch, pages of a sequence];
+    ``length`` keys a sequence."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    length: int
+
+
+def pages_of(cache: ContiguousCache | RingCache | PagedCache, lengths: torch.Tensor, window: int | None) -> Pages:
+    """A cache as a library has it that knows pages and no rings: a paged one as it is, else the keys that the newest
+    token sees, in order, in pages of 64."""
+    length = _one_length(lengths)
+    if isinstance(cache, PagedCache):
+        used = -(-length // cache.page_size)
+        return Pages(cache.keys, cache.values, cache.page_table[:, :used].contiguous(), length)
+    first = _first_live(length, 1, window)
+    used = -(-(length - first) // PEER_PAGE)
+    missing = used * PEER_PAGE - (length - first)
+    keys, values = (
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)).reshape(-1, PEER_PAGE, *x.shape[2:])
+        for x in _live(cache, first, length, lengths.device)
+    )
+    table = torch.arange(cache.batch * used, dtype=torch.int32, device=lengths.device).view(cache.batch, used)
+    return Pages(keys, values, table, length - first)
+
+
+def _flashinfer(tensor_cores: bool) -> Callable[..., Callable[[], torch.Tensor]]:
+    """FlashInfer's batch decode on pages, planned beforehand: on CUDA cores, or on tensor cores (TC) as its prefill."""
+
+    def prepare(
+        q: torch.Tensor, cache: ContiguousCache | RingCache | PagedCache, lengths: torch.Tensor, *,
+        window: int | None = None, scale: float | None = None,
+    ) -> Callable[[], torch.Tensor]:  # fmt: skip
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        pages = pages_of(cache, lengths, window)
+        batch, used, page_size = *pages.table.shape, pages.keys.shape[1]
+        workspace = torch.empty(512 << 20, dtype=torch.uint8, device=q.device)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+        wrapper.plan(
+            torch.arange(0, (batch + 1) * used, used, dtype=torch.int32, device=q.device),
+            pages.table.flatten(),
+            torch.full((batch,), pages.length - (used - 1) * page_size, dtype=torch.int32, device=q.device),
+            q.shape[2], cache.kv_heads, cache.head_dim, page_size,
+            window_left=window - 1 if window and pages.length > window else -1,
+            q_data_type=q.dtype, kv_data_type=pages.keys.dtype, sm_scale=scale,
+        )  # fmt: skip
+        rows = q[:, 0].contiguous()
+        return lambda: wrapper.run(rows, (pages.keys, pages.values)).unsqueeze(1)
+
+    return prepare
+
+
+def _fits_flashinfer_tc(w: Workload) -> bool:
+    """One token a sequence, and a cache in the queries' type."""
+    return w.q_len == 1 and w.kv_dtype in ("", w.dtype)
+
+
+def _fits_flashinfer(w: Workload) -> bool:
+    return _fits_flashinfer_tc(w) and w.q_heads // w.kv_heads in (1, 2, 3, 4, 8)  # its kernels' group sizes
 
 
 def _fits_flash(w: Workload) -> bool:
@@ -211,6 +291,8 @@ PEERS: list[Peer] = [
     Peer("gemm_w4a8", "torch BF16", _bf16_product, needs_cuda=True),
     Peer("gemm_w4a8", "torch _scaled_mm FP8", _fp8_product, needs_cuda=True),
     Peer("decode", "torch SDPA", _decode_sdpa, _fits_flash),
+    Peer("decode", "FlashInfer", _flashinfer(False), _fits_flashinfer, needs_cuda=True, package="flashinfer"),
+    Peer("decode", "FlashInfer TC", _flashinfer(True), _fits_flashinfer_tc, needs_cuda=True, package="flashinfer"),
     Peer("matvec_fp4", "torch BF16", _bf16_matvec),
     Peer("matvec_fp4", "Humming W4A16", _humming, lambda w: w.n % 64 == 0, needs_cuda=True, package="humming"),
     Peer("matvec_fp4", "bitsandbytes FP4", _bitsandbytes, needs_cuda=True, package="bitsandbytes"),

@@ -36,6 +36,24 @@ def test_peers_compute_the_operation(op: str, text: str, device: torch.device) -
         assert verdict.passed, (peer.name, verdict)
 
 
+@pytest.mark.parametrize(
+    "text", ["b2 q1h8 kv70h2 d64 bf16 page16", "b2 q1h4 kv90h2 d64 w32 bf16", "b3 q1h4 kv150h2 d64 bf16"]
+)
+def test_a_cache_in_pages_holds_what_the_newest_token_sees(text: str, device: torch.device) -> None:
+    workload = shapes.parse_shape("decode", text)
+    inputs = ops.op("decode").make_inputs(workload, 3, device)
+    cache, lengths = inputs["cache"], inputs["lengths"]
+    pages = peers.pages_of(cache, lengths, inputs.get("window"))
+    assert pages.length == min(workload.kv_len, workload.window or workload.kv_len)
+    for row in range(workload.batch):
+        k, v = (store[pages.table[row].long()].flatten(0, 1) for store in (pages.keys, pages.values))
+        mine_k, mine_v, first = cache.gather(row, workload.kv_len)
+        live = workload.kv_len - pages.length - first
+        assert torch.equal(k[: pages.length].double(), mine_k[0, live:])
+        assert torch.equal(v[: pages.length].double(), mine_v[0, live:])
+        assert len(k) - pages.length < pages.keys.shape[1]
+
+
 def test_a_pipeline_whose_scores_do_not_fit_is_not_offered() -> None:
     small, large = (f"b1 q{n}h16 kv{n}h1 d512 causal bf16" for n in (4096, 65536))
     names = [[p.name for p in peers.peers("prefill", shapes.parse_shape("prefill", text))] for text in (small, large)]
