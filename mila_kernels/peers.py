@@ -190,11 +190,13 @@ PEER_PAGE = 64
 
 @dataclass(frozen=True)
 class Pages:
-    """``keys`` and ``values`` [pages, page_size, kv_heads, head_dim]; ``table`` int32 [batch, pages of a sequence];
-    ``length`` keys a sequence."""
+    """``keys`` and ``values`` [pages, kv_heads, page_size, head_dim] in the layout ``HND``, heads third in ``NHD``;
+    ``table`` int32 [batch, pages of a sequence]; ``length`` keys a sequence."""
 
     keys: torch.Tensor
     values: torch.Tensor
+    layout: str
+    page_size: int
     table: torch.Tensor
     length: int
 
@@ -204,17 +206,18 @@ def pages_of(cache: ContiguousCache | RingCache | PagedCache, lengths: torch.Ten
     token sees, in order, in pages of 64."""
     length = _one_length(lengths)
     if isinstance(cache, PagedCache):
-        used = -(-length // cache.page_size)
-        return Pages(cache.keys, cache.values, cache.page_table[:, :used].contiguous(), length)
+        table = cache.page_table[:, : -(-length // cache.page_size)].contiguous()
+        return Pages(cache.k, cache.v, cache.layout, cache.page_size, table, length)
     first = _first_live(length, 1, window)
     used = -(-(length - first) // PEER_PAGE)
     missing = used * PEER_PAGE - (length - first)
     keys, values = (
-        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)).reshape(-1, PEER_PAGE, *x.shape[2:])
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)).unflatten(1, (used, PEER_PAGE)).flatten(0, 1)
         for x in _live(cache, first, length, lengths.device)
     )
     table = torch.arange(cache.batch * used, dtype=torch.int32, device=lengths.device).view(cache.batch, used)
-    return Pages(keys, values, table, length - first)
+    keys, values = (x.transpose(1, 2).contiguous() for x in (keys, values))
+    return Pages(keys, values, "HND", PEER_PAGE, table, length - first)
 
 
 def _flashinfer(tensor_cores: bool) -> Callable[..., Callable[[], torch.Tensor]]:
@@ -227,14 +230,14 @@ def _flashinfer(tensor_cores: bool) -> Callable[..., Callable[[], torch.Tensor]]
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         pages = pages_of(cache, lengths, window)
-        batch, used, page_size = *pages.table.shape, pages.keys.shape[1]
+        batch, used = pages.table.shape
         workspace = torch.empty(512 << 20, dtype=torch.uint8, device=q.device)
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, pages.layout, use_tensor_cores=tensor_cores)
         wrapper.plan(
             torch.arange(0, (batch + 1) * used, used, dtype=torch.int32, device=q.device),
             pages.table.flatten(),
-            torch.full((batch,), pages.length - (used - 1) * page_size, dtype=torch.int32, device=q.device),
-            q.shape[2], cache.kv_heads, cache.head_dim, page_size,
+            torch.full((batch,), pages.length - (used - 1) * pages.page_size, dtype=torch.int32, device=q.device),
+            q.shape[2], cache.kv_heads, cache.head_dim, pages.page_size,
             window_left=window - 1 if window and pages.length > window else -1,
             q_data_type=q.dtype, kv_data_type=pages.keys.dtype, sm_scale=scale,
         )  # fmt: skip
