@@ -229,6 +229,8 @@ def _flashinfer(tensor_cores: bool) -> Callable[..., Callable[[], torch.Tensor]]
     ) -> Callable[[], torch.Tensor]:  # fmt: skip
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
+        if cache.k_scale is not None or cache.v_scale is not None:
+            raise ValueError("cache: FlashInfer's decode takes no scale a head; this cache has scales")
         pages = pages_of(cache, lengths, window)
         batch, used = pages.table.shape
         workspace = torch.empty(512 << 20, dtype=torch.uint8, device=q.device)
@@ -248,8 +250,7 @@ def _flashinfer(tensor_cores: bool) -> Callable[..., Callable[[], torch.Tensor]]
 
 
 def _fits_flashinfer_tc(w: Workload) -> bool:
-    """One token a sequence, and a cache in the queries' type."""
-    return w.q_len == 1 and w.kv_dtype in ("", w.dtype)
+    return w.q_len == 1 and w.kv_dtype in ("", "fp8", w.dtype)
 
 
 def _fits_flashinfer(w: Workload) -> bool:

@@ -37,7 +37,13 @@ def test_peers_compute_the_operation(op: str, text: str, device: torch.device) -
 
 
 @pytest.mark.parametrize(
-    "text", ["b2 q1h8 kv70h2 d64 bf16 page16", "b2 q1h4 kv90h2 d64 w32 bf16", "b3 q1h4 kv150h2 d64 bf16"]
+    "text",
+    [
+        "b2 q1h8 kv70h2 d64 bf16 page16",
+        "b2 q1h4 kv90h2 d64 w32 bf16",
+        "b3 q1h4 kv150h2 d64 bf16",
+        "b2 q1h4 kv90h2 d64 w32 bf16 kvfp8",
+    ],
 )
 def test_a_cache_in_pages_holds_what_the_newest_token_sees(text: str, device: torch.device) -> None:
     workload = shapes.parse_shape("decode", text)
