@@ -123,18 +123,22 @@ def time_fastest(session: Session, workloads: Sequence[Workload]) -> pd.DataFram
 
 
 def shapes_table(session: Session, names: Sequence[str], workloads: Sequence[Workload]) -> pd.DataFrame:
-    """Microseconds of steps, and of the step that each workload chooses by itself, and the share of the read limit.
+    """Microseconds of steps, of the step that each workload chooses by itself and, in preset full or as recorded, of
+    the peers that are installed; of steps the share of the read limit, too.
 
-    A row a workload, beside it the best peer's time and whose times are of an older source. Empty where nothing is
-    timed or recorded.
+    A row a workload, beside it the best peer's time elsewhere and whose times are of an older source. Empty where
+    nothing is timed or recorded.
     """
-    rows = pd.concat([session.time(names, workloads), time_fastest(session, workloads).assign(step="fastest")])
+    timed = session.time(names, workloads, peers=session.full or not session.live)
+    rows = pd.concat([timed, time_fastest(session, workloads).assign(step="fastest")])
     rows = rows[rows["status"] == "ok"].assign(share=lambda r: (100 * r["share"]).round(1))
     if rows.empty:
         return rows
     units = {"median_us": "us", "share": "% of the read limit"}
     values = [
-        rows.pivot_table(index="workload", columns="step", values=value, sort=False).add_suffix(f", {unit}")
+        (rows if value == "median_us" else rows[rows["source_sha"] != ""])
+        .pivot_table(index="workload", columns="step", values=value, sort=False)
+        .add_suffix(f", {unit}")
         for value, unit in units.items()
     ]
     wide = pd.concat(values, axis=1).round(2)

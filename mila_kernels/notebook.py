@@ -267,8 +267,9 @@ class Session:
     def check_peers(self, op: str, texts: Sequence[str]) -> pd.DataFrame:
         """The same comparison for an operation's peers, on the same inputs; on a GPU each row is written to the run.
 
-        Their bound is twice that of steps: they round scores to 16 bits. A peer above it, or one that refuses a shape,
-        is reported and not raised. On a machine without a GPU torch's own CPU code is compared.
+        Their bound is twice that of steps: they round scores to 16 bits. One that rounds weights to a format of its own
+        is held against the product of those. A peer above its bound, or one that refuses a shape, is reported and not
+        raised. On a machine without a GPU torch's own CPU code is compared.
         """
         table = []
         for text in texts:
@@ -279,7 +280,9 @@ class Session:
                 row: dict[str, Any] = {"op": op, "step": peer.name, "shape": workload.shape, "seed": self.seed}
                 try:
                     row |= self._check_peer(peer, workload)
-                except RuntimeError as error:  # of torch: no implementation for this shape
+                except Exception as error:  # torch, or a package, has no implementation for this shape
+                    if not peer.package and not isinstance(error, RuntimeError):
+                        raise
                     table.append({**row, **_refused(error), "backend": "cuda" if self.live else "torch, CPU"})
                     continue
                 if self.live:
@@ -293,8 +296,7 @@ class Session:
 
         entry = ops.op(workload.op)
         inputs = entry.make_inputs(workload, self.seed, self.device)
-        truth = entry.reference(**inputs)[0]
-        return asdict(parity.compare(peer.prepare(**inputs)(), truth, 2 * entry.bound(workload)))
+        return asdict(parity.compare(peer.prepare(**inputs)(), peer.truth(**inputs), 2 * entry.bound(workload)))
 
     # -- times are measured on a GPU, and read elsewhere
 
@@ -627,9 +629,14 @@ def _ops_of(names: Sequence[str]) -> set[str]:
     return {steps.step(name).op for name in names}
 
 
-def _refused(error: RuntimeError) -> dict[str, Any]:
+def _refused(error: Exception) -> dict[str, Any]:
     nothing = dict.fromkeys(("rel_l2", "max_abs", "bound"), float("nan"))
-    return {**nothing, "nonfinite": 0, "passed": None, "refusal": str(error).splitlines()[0]}
+    return {
+        **nothing,
+        "nonfinite": 0,
+        "passed": None,
+        "refusal": (str(error).splitlines() or [type(error).__name__])[0],
+    }
 
 
 def peers_of(workloads: Sequence[Workload]) -> list[Peer]:

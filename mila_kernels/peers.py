@@ -10,6 +10,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +26,8 @@ MASK_BYTES = 2 << 30  # scores above this do not fit beside everything else, so 
 @dataclass(frozen=True)
 class Peer:
     """``prepare(**inputs)`` gives the call to time; its result is the op's first output. ``fits`` tells for which
-    workloads there is one, ``package`` what must be installed for it (extra ``peers``)."""
+    workloads there is one, ``package`` what must be installed for it (extra ``peers``). ``own_weight``: the weight, in
+    floating point, of a peer that rounds it to a format of its own; its product is right if it is that weight's."""
 
     op: str
     name: str
@@ -33,6 +35,16 @@ class Peer:
     fits: Callable[[Workload], bool] = lambda workload: True
     needs_cuda: bool = False
     package: str = ""
+    own_weight: Callable[[Fp4Weight], torch.Tensor] | None = None
+
+    def truth(self, **inputs: Any) -> torch.Tensor:
+        """What the call should give, in float64."""
+        from . import ops
+
+        if self.own_weight is None:
+            return ops.op(self.op).reference(**inputs)[0]
+        y = inputs["x"].double() @ self.own_weight(inputs["w"]).double().T
+        return y if inputs.get("bias") is None else y + inputs["bias"].double()
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether there is an implementation for tensors of that device, and it is installed."""
@@ -282,12 +294,70 @@ def _humming(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) ->
     return lambda: layer(x) if bias is None else layer(x) + bias
 
 
-def _bitsandbytes(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
-    """bitsandbytes' FP4 in blocks of 128, on its own quantisation of the dequantised weight."""
-    from bitsandbytes import functional, matmul_4bit
+def _bnb_codes(w: Fp4Weight, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    from bitsandbytes import functional
 
-    codes, state = functional.quantize_fp4(w.dequantize(x.dtype), blocksize=128)
+    return functional.quantize_fp4(w.dequantize(dtype), blocksize=128)  # type: ignore[no-any-return]
+
+
+def _bnb(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+    """bitsandbytes' FP4 in blocks of 128, on its own quantisation of the dequantised weight."""
+    from bitsandbytes import matmul_4bit
+
+    codes, state = _bnb_codes(w, x.dtype)
     return lambda: matmul_4bit(x, codes.t(), quant_state=state, bias=bias)
+
+
+def _bnb_weight(w: Fp4Weight) -> torch.Tensor:
+    from bitsandbytes import functional
+
+    weight: torch.Tensor = functional.dequantize_4bit(*_bnb_codes(w, torch.bfloat16))
+    return weight
+
+
+INT4_GROUP = 128
+
+
+def int4_codes(w: Fp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The dequantised weight in symmetric INT4: uint8 codes [N, K] from 1 to 15, which stand for code - 8, and BF16
+    scales [N, K / 128]."""
+    groups = w.dequantize(torch.float32).unflatten(1, (-1, INT4_GROUP))
+    scales = (groups.abs().amax(2) / 7).clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
+    codes = (groups / scales.float()[:, :, None]).round().clamp(-7, 7) + 8
+    return codes.flatten(1).to(torch.uint8), scales
+
+
+def _int4_weight(w: Fp4Weight) -> torch.Tensor:
+    codes, scales = int4_codes(w)
+    return (codes.float() - 8) * scales.float().repeat_interleave(INT4_GROUP, dim=1)
+
+
+def _fits_int4(w: Workload) -> bool:
+    return w.n % 32 == 0 and w.k % INT4_GROUP == 0 and w.dtype == "bf16"
+
+
+def _tinygemm(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+    """torch's own product with INT4 weights in groups of 128."""
+    codes, scales = int4_codes(w)
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+    scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), dim=2).transpose(0, 1).contiguous()
+
+    def call() -> torch.Tensor:
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, INT4_GROUP, scales_and_zeros)
+        return y if bias is None else y + bias
+
+    return call
+
+
+def _gemlite(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+    """Gemlite's product with INT4 weights in groups of 128; its first call on a shape chooses among some 20 kernels."""
+    from gemlite.helper import A16Wn
+
+    codes, scales = int4_codes(w)
+    layer = A16Wn(device=x.device, dtype=x.dtype).from_weights(
+        codes, scales, torch.full_like(scales, 8), W_nbits=4, group_size=INT4_GROUP, bias=bias
+    )
+    return lambda: layer(x)  # type: ignore[no-any-return]
 
 
 PEERS: list[Peer] = [
@@ -300,7 +370,11 @@ PEERS: list[Peer] = [
     Peer("decode", "FlashInfer TC", _flashinfer(True), _fits_flashinfer_tc, needs_cuda=True, package="flashinfer"),
     Peer("matvec_fp4", "torch BF16", _bf16_matvec),
     Peer("matvec_fp4", "Humming W4A16", _humming, lambda w: w.n % 64 == 0, needs_cuda=True, package="humming"),
-    Peer("matvec_fp4", "bitsandbytes FP4", _bitsandbytes, needs_cuda=True, package="bitsandbytes"),
+    Peer("matvec_fp4", "torch INT4", _tinygemm, _fits_int4, needs_cuda=True, own_weight=_int4_weight),
+    Peer(
+        "matvec_fp4", "Gemlite INT4", _gemlite, _fits_int4, needs_cuda=True, package="gemlite", own_weight=_int4_weight
+    ),
+    Peer("matvec_fp4", "bitsandbytes FP4", _bnb, needs_cuda=True, package="bitsandbytes", own_weight=_bnb_weight),
     Peer("matvec_fp8", "torch BF16", _bf16_matvec),
     Peer("prefill_ring", "torch three calls", _of_ring(_three_calls), _scores_fit),
     Peer("prefill_ring", "torch SDPA", _of_ring(_sdpa), _scores_fit, needs_cuda=True),

@@ -143,3 +143,6 @@ def test_every_shape_has_the_recorded_time_of_the_step_that_it_chooses() -> None
         assert table.loc[w.name, "fastest, us"] == pytest.approx(newest["median_us"], abs=0.006)
         if newest["source_sha"] != chosen.source_sha:
             assert "fastest" in table.loc[w.name, "stale"]
+    peer = recorded[(recorded["workload"] == workloads[0].name) & (recorded["step"] == "torch BF16")].iloc[-1]
+    assert table.loc[workloads[0].name, "torch BF16, us"] == pytest.approx(peer["median_us"], abs=0.006)
+    assert "torch BF16, % of the read limit" not in table

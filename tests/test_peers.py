@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mila_kernels import ops, peers, shapes
+from mila_kernels import linear, ops, peers, shapes
 from mila_kernels.parity import compare
 
 CASES = {
@@ -28,11 +28,10 @@ CASES = {
 def test_peers_compute_the_operation(op: str, text: str, device: torch.device) -> None:
     workload = shapes.parse_shape(op, text)
     inputs = ops.op(op).make_inputs(workload, 3, device)
-    truth = ops.op(op).reference(**inputs)[0]
     found = [p for p in peers.peers(op, workload) if p.runs_on(device)]
     assert found
     for peer in found:
-        verdict = compare(peer.prepare(**inputs)(), truth, bound=2 * ops.op(op).bound(workload))
+        verdict = compare(peer.prepare(**inputs)(), peer.truth(**inputs), bound=2 * ops.op(op).bound(workload))
         assert verdict.passed, (peer.name, verdict)
 
 
@@ -60,6 +59,19 @@ def test_a_cache_in_pages_holds_what_the_newest_token_sees(text: str, device: to
         assert torch.equal(k[: pages.length].double(), mine_k[0, live:])
         assert torch.equal(v[: pages.length].double(), mine_v[0, live:])
         assert len(k) - pages.length < pages.page_size
+
+
+def test_int4_is_half_a_step_from_the_weight_at_most(device: torch.device) -> None:
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)).to(device)
+    weight[3, :128] = 0
+    w = linear.quantize_fp4(weight)
+    codes, scales = peers.int4_codes(w)
+    assert codes.dtype == torch.uint8 and int(codes.min()) >= 1 and int(codes.max()) == 15
+    mine = next(p for p in peers.peers("matvec_fp4") if p.name == "torch INT4").own_weight
+    assert mine is not None
+    step = scales.float().repeat_interleave(128, dim=1)
+    assert ((mine(w) - w.dequantize(torch.float32)).abs() <= step * (0.5 + 7 / 256)).all()  # 7: scales are BF16
+    assert not mine(w)[3, :128].any()
 
 
 def test_a_pipeline_whose_scores_do_not_fit_is_not_offered() -> None:
