@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from . import paths, steps
+from .files import stamp, write_atomically
 from .steps import Step
 
 WITHOUT = " without "
@@ -125,10 +126,10 @@ def ablated(name: str) -> Ablated:
     if stage not in ABLATIONS.get(base.id, ()):
         known = ", ".join(names(base)) or f"none of it; there are {', '.join(names())}"
         raise ValueError(f"step: {name!r} is not declared; known: {known}")
-    found = _ablated(base, stage, steps._stamp(base.path), paths.cache_dir())
+    found = _ablated(base, stage, stamp(base.path), paths.cache_dir())
     if not found.path.is_file():  # the cache was emptied under a living process
         _ablated.cache_clear()
-        found = _ablated(base, stage, steps._stamp(base.path), paths.cache_dir())
+        found = _ablated(base, stage, stamp(base.path), paths.cache_dir())
     return found
 
 
@@ -187,12 +188,12 @@ def _include(source: Path, found: re.Match[str]) -> str:
 
 def _file(base: Step, stage: str) -> Path:
     """The variant's source as a file in the cache, written whole or not at all."""
-    from . import build
+    from .build_cache import writable_cache
 
     text = source(base, stage)
-    folder = build._writable_cache() / "ablations" / hashlib.sha256(text.encode()).hexdigest()[:16] / base.op
+    folder = writable_cache() / "ablations" / hashlib.sha256(text.encode()).hexdigest()[:16] / base.op
     file = folder / f"{base.name}_without_{re.sub(r'[^a-z0-9]+', '_', stage)}.cu"
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
         folder.mkdir(parents=True, exist_ok=True)
-        build._write_atomically(file, text.encode())
+        write_atomically(file, text.encode())
     return file

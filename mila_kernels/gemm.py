@@ -13,6 +13,7 @@ import torch
 
 from . import build, linear, outputs, paths, steps
 from .arrivals import arrivals
+from .files import stamp
 from .linear import DTYPE_CODES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
 from .operator import operator
 
@@ -325,8 +326,7 @@ def _code_of(path: Path, stamp: tuple[int, int]) -> str:
 
 def _code(step: steps.Step) -> str:
     """A step's source without the lines of comment."""
-    info = step.path.stat()
-    return _code_of(step.path, (info.st_mtime_ns, info.st_size))
+    return _code_of(step.path, stamp(step.path))
 
 
 def step_layout(step: steps.Step) -> str:

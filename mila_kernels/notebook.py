@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ import pandas as pd
 
 from . import ablate, occupancy, paths, peaks, results, shapes, steps
 from .counters import SECTIONS, ProfileError, label, profile, rows_of
+from .files import write_atomically
 from .results import RunRow, RunWriter, TimingRow
 from .shapes import Workload
 
@@ -42,9 +42,7 @@ _OPEN_CASE = ".open_case.json"
 def open_case(run: RunWriter, failed: TimingRow) -> Iterator[None]:
     """While a case runs, keep the row that it leaves should its process be killed: close_open_case writes it."""
     note = run.folder / _OPEN_CASE
-    part = run.folder / f"{_OPEN_CASE}.{os.getpid()}"
-    part.write_text(json.dumps({"table": failed.TABLE, **asdict(failed)}), encoding="utf-8")
-    os.replace(part, note)
+    write_atomically(note, json.dumps({"table": failed.TABLE, **asdict(failed)}).encode())
     try:
         yield
     finally:

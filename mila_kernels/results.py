@@ -20,7 +20,6 @@ import re
 import secrets
 import socket
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ import filelock
 import pandas as pd
 
 from mila_kernels import ablate, paths, steps
+from mila_kernels.files import write_atomically
 from mila_kernels.peaks import check_rate, peak
 from mila_kernels.schema import (
     RUN_TABLES,
@@ -227,26 +227,7 @@ def _replace(folder: Path, table: str, rows: Sequence[Row]) -> None:
         if row.TABLE != table:
             raise ResultsError(f"a row of {row.TABLE} does not belong into {table}")
         validate(row)
-    _write_file(_path(folder, table), b"".join([line(columns(table)), *map(encode, rows)]))
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_atomically(_path(folder, table), b"".join([line(columns(table)), *map(encode, rows)]), durable=True)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -459,7 +440,7 @@ def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> int:
         if destination.exists() and destination.read_bytes() == data:
             continue
         target.mkdir(parents=True, exist_ok=True)
-        _write_file(destination, data)
+        write_atomically(destination, data, durable=True)
         copied += 1
     return copied
 

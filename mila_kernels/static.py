@@ -10,6 +10,7 @@ loads. The other columns count instructions in the SASS, once each however often
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -28,8 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import build, paths, results
+from . import build, paths, results, toolchain
 from . import steps as registry
+from .files import write_atomically
 from .results import StaticRow
 from .steps import Step
 
@@ -75,7 +77,7 @@ class Resources:
 def find_nvcc() -> Path | None:
     """The nvcc that kernels are built with, or None."""
     try:
-        return build.nvcc_path()
+        return toolchain.nvcc_path()
     except build.BuildError:
         return None
 
@@ -283,13 +285,8 @@ def _digest(step: Step, arch: str) -> str:
 
 def _store(file: Path, text: str) -> None:
     """Writes a whole file or nothing; a cache that cannot be written is no error."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as partial:
-            partial.write(text)
-        os.replace(partial.name, file)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        write_atomically(file, text.encode())
 
 
 def tabled(step: Step) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import paths
+from .files import stamp
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120")
 HEAD_DIMS = (64, 128, 256, 512)
@@ -83,7 +84,7 @@ class Step:
 
         Comments, white space and definitions that the step does not use leave it as it is.
         """
-        return _source_sha(tuple((path, _stamp(path)) for path in (self.path, *headers(self.path))))
+        return _source_sha(tuple((path, stamp(path)) for path in (self.path, *headers(self.path))))
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability can run the step."""
@@ -338,7 +339,7 @@ def forget() -> None:
 
 
 def _in_order(files: Iterable[Path]) -> list[Step]:
-    found = sorted((_read(path, _stamp(path)) for path in files), key=lambda s: s.order)
+    found = sorted((_read(path, stamp(path)) for path in files), key=lambda s: s.order)
     for before, after in zip(found, found[1:], strict=False):
         if before.order == after.order:
             raise ValueError(f"{before.op}: {before.name} and {after.name} have the same order")
@@ -430,11 +431,6 @@ def _suggestions(name: str, known: list[str]) -> str:
     return f"close: {', '.join(matches)}" if matches else f"known: {', '.join(known) or 'none'}"
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    info = path.stat()
-    return info.st_mtime_ns, info.st_size
-
-
 # ---- the digest of what a step is made of ----------------------------------------------------------------------------
 
 _TOKEN = re.compile(
@@ -476,7 +472,7 @@ def headers(path: Path) -> list[Path]:
     pending = [path]
     while pending:
         current = pending.pop(0)
-        for name in _includes(current, _stamp(current)):
+        for name in _includes(current, stamp(current)):
             for folder in (current.parent, paths.CSRC):
                 candidate = Path(_normal(folder / name))
                 if candidate.is_file():

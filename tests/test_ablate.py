@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mila_kernels as mk
-from mila_kernels import ablate, build, notebook, paths, results, steps
+from mila_kernels import ablate, emulate, notebook, paths, results, steps, toolchain
 from mila_kernels.results import AblationRow, RunRow, TimingRow
 
 NAMES = ablate.names()
@@ -23,7 +23,7 @@ def test_declared_ablation_applies_and_compiles(name: str) -> None:
     base = steps.step(step.predecessor or "")
     changed = [line for line in str(steps.diff(base, step)).splitlines() if line[:1] in "+-" and "#include" not in line]
     assert len(changed) > 2, "beside the two names of the files"
-    command = [build.cxx_path(), *build.FAST_FLAGS, "-fsyntax-only", f"-I{paths.CSRC}", "-x", "c++", step.path]
+    command = [toolchain.cxx_path(), *emulate.FAST_FLAGS, "-fsyntax-only", f"-I{paths.CSRC}", "-x", "c++", step.path]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -24,7 +24,19 @@ import pytest
 import torch
 
 import mila_kernels as mk
-from mila_kernels import attention_decode, build, ops, paths, shapes, steps
+from mila_kernels import (
+    architectures,
+    attention_decode,
+    build,
+    build_cache,
+    emulate,
+    libraries,
+    ops,
+    paths,
+    shapes,
+    steps,
+    toolchain,
+)
 
 PROBE = Path(__file__).parent / "steps/probe/01_double.cu"
 ODD = "a b ünï 数"  # spaces and letters outside ASCII
@@ -313,16 +325,16 @@ def test_addresses_in_reports_become_lines(cache: Path, probe: steps.Step) -> No
     offset = next(int(line.split()[0], 16) for line in symbols.splitlines() if line.endswith(" launch_step"))
     line = next(i for i, text in enumerate(PROBE.read_text().splitlines(), 1) if "launch_step" in text)
     where = f"@[/some where/{kernel.library.name}+{offset:#x}]"
-    said = build.locate(f"a write at {where}, a read at {where}.")
+    said = emulate.locate(f"a write at {where}, a read at {where}.")
     place = rf"tests/steps/probe/01_double\.cu:({line}|{line + 1})"  # the function's first instruction
     assert re.fullmatch(rf"a write at {place}, a read at {place}\.", said)
-    assert build.locate("@[/lib/libc.so.6+0x10] stays") == "@[/lib/libc.so.6+0x10] stays"
+    assert emulate.locate("@[/lib/libc.so.6+0x10] stays") == "@[/lib/libc.so.6+0x10] stays"
 
 
 def test_addresses_stay_without_addr2line(cache: Path, probe: steps.Step, monkeypatch: pytest.MonkeyPatch) -> None:
     where = f"@[{build.load(probe, 'emulation', check=False).library}+0x1000]"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert build.locate(where) == where
+    assert emulate.locate(where) == where
 
 
 def test_threads_share_a_build(cache: Path, probe: steps.Step) -> None:
@@ -422,7 +434,7 @@ def test_a_holder_that_finishes_is_waited_for(cache: Path, probe: steps.Step) ->
 
 def test_the_holder_is_named_in_its_lock(tmp_path: Path) -> None:
     lock = tmp_path / "x.lock"
-    with build._lock(lock):
+    with build_cache.lock(lock):
         assert lock.read_text().startswith(f"pid {os.getpid()} on ")
         with open(lock) as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -435,7 +447,7 @@ def test_the_holder_is_named_in_its_lock(tmp_path: Path) -> None:
 def test_a_bad_lock_timeout_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILA_LOCK_TIMEOUT", text)
     with pytest.raises(ValueError, match=f"MILA_LOCK_TIMEOUT: '{text}'"):
-        build.lock_timeout()
+        build_cache.lock_timeout()
 
 
 @pytest.mark.parametrize("damage", ["half", "empty", "zeros", "no checksum"])
@@ -453,7 +465,7 @@ def test_a_half_written_library_is_never_loaded(cache: Path, probe: steps.Step, 
     next(cache.glob("probe-*.lock")).with_suffix(".so").write_bytes(text[damage])
     build.forget()
     assert doubled(probe) == DOUBLED
-    assert build._is_whole(library(cache))
+    assert libraries.is_whole(library(cache))
 
 
 def test_old_leftovers_are_swept(cache: Path, probe: steps.Step) -> None:
@@ -606,7 +618,7 @@ def test_a_missing_nvcc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setattr(Path, "is_file", lambda path: False)
     with pytest.raises(build.BuildError, match="nvcc is neither in CUDA_HOME .* install the CUDA toolkit"):
-        build.nvcc_path()
+        toolchain.nvcc_path()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a CUDA build here")
@@ -640,7 +652,7 @@ assert out.tolist() == (q + 3).tolist()
 @pytest.mark.parametrize("value", ["", " ", "native", " ; "])
 def test_an_empty_architecture_list_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
-    assert build.requested_architectures() is None
+    assert architectures.requested_architectures() is None
 
 
 @pytest.mark.parametrize("value", ["9.9", "sm_90", "fast", "8.9;9.9", "8.9+PTY", "90"])
@@ -671,7 +683,7 @@ def test_what_a_step_is_compiled_for(
     probe: steps.Step, value: str, capability: tuple[int, int] | None, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
-    assert build.gencode(probe, capability) == tuple(f"-gencode=arch={flag}" for flag in flags)
+    assert architectures.gencode(probe, capability) == tuple(f"-gencode=arch={flag}" for flag in flags)
 
 
 @pytest.mark.parametrize(
@@ -689,13 +701,13 @@ def test_what_a_gpu_would_not_run_is_refused(
 ) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
     with pytest.raises(ValueError, match=said):
-        build.gencode(probe, capability)
+        architectures.gencode(probe, capability)
 
 
 def test_a_step_for_other_architectures_names_both(probe: steps.Step) -> None:
     only = replace(probe, architectures=("sm_120",))
     with pytest.raises(ValueError, match="probe/01_double is for sm_120, not for sm_90"):
-        build.gencode(only, (9, 0))
+        architectures.gencode(only, (9, 0))
     assert doubled(only) == DOUBLED  # in emulation, with the limits of sm_120
     with pytest.raises(build.KernelError):
         doubled(only, smem_bytes=200 * 1024)

@@ -430,7 +430,7 @@ def _both_nan(name: str, got: Words, wanted: Words) -> npt.NDArray[np.bool_]:
 def _about() -> dict[str, str]:
     import subprocess
 
-    from mila_kernels.build import compiler_version, nvcc_path
+    from mila_kernels.toolchain import compiler_version, nvcc_path
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
