@@ -34,7 +34,7 @@ from .toolchain import compiler_version, ninja_folder
 
 _LINK_FLAGS = ("-Wl,--as-needed", "-Wl,-Bsymbolic", "-Wl,-z,defs")
 _CHECKSUM = hashlib.sha256().digest_size
-library_paths: dict[str, Path] = {}
+library_paths: dict[str, Path] = {}  # of those loaded here, by the name that reports have
 
 
 @dataclass(frozen=True)
