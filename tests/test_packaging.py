@@ -86,7 +86,12 @@ def test_conda_installs_the_same_package() -> None:
 def test_what_the_code_imports_is_declared() -> None:
     peers = map(Requirement, PROJECT["project"]["optional-dependencies"]["peers"])
     declared = {canonicalize_name(wanted.name) for wanted in (*DIRECT, *peers)}
-    names = {"flashinfer": "flashinfer-python", "humming": "humming-kernels", "pynvml": "nvidia-ml-py", "triton": "torch"}
+    names = {
+        "flashinfer": "flashinfer-python",
+        "humming": "humming-kernels",
+        "pynvml": "nvidia-ml-py",
+        "triton": "torch",
+    }
     for file in sorted(PACKAGE.rglob("*.py")):
         for module in re.findall(r"^\s*(?:import|from) ([a-zA-Z]\w*)", file.read_text(), re.MULTILINE):
             known = module in sys.stdlib_module_names or module == "mila_kernels"
