@@ -281,7 +281,15 @@ class Diff:
         return f'{_STYLE}<table class="mk-diff">{"".join(rows)}</table>'
 
     def _lines(self) -> tuple[list[str], list[str]]:
-        return self.a.source.splitlines(), self.b.source.splitlines()
+        return _expanded(self.a).splitlines(), _expanded(self.b).splitlines()
+
+
+_INCLUDED_STEP = re.compile(r'^#define launch_step \w+\n#include "(\d\w+\.cu)"\n#undef launch_step\n', re.MULTILINE)
+
+
+def _expanded(s: Step) -> str:
+    """A step's source, with that of a step that it includes, and adds to, in its place."""
+    return _INCLUDED_STEP.sub(lambda match: _expanded(from_file(s.path.parent / match[1], s.op)), s.source)
 
 
 def diff(a: str | Step, b: str | Step | None = None, context: int = 3) -> Diff:

@@ -273,3 +273,26 @@ def test_a_wrapper_of_the_project_only_touches_its_users(tmp_path: Path, monkeyp
     changed = {s.id for s in steps.steps() if s.source_sha != before[s.id]}
     steps.forget()
     assert "prefill/05_cp_async" in changed and not {"prefill/01_scalar", "prefill/02_smem_tiles"} & changed
+
+
+def test_a_step_that_includes_its_predecessor_differs_by_what_it_adds() -> None:
+    """Not by the predecessor's code, which it has as well."""
+    added = str(steps.diff("matvec_fp4/22"))
+    removed = [line for line in added.splitlines() if line.startswith("-") and not line.startswith(("-//", "---"))]
+    assert not removed
+    assert "+struct TileCut {" in added and "matvec_x_in_registers" not in added
+
+
+def test_a_step_is_another_when_the_step_that_it_includes_is(tmp_path: Path) -> None:
+    head = "// Change: c\n// Prediction: p\n// Measured: m\n// Verdict: v\n"
+    first, second = tmp_path / "01_first.cu", tmp_path / "02_second.cu"
+    launcher = 'extern "C" const char* launch_step(const int* n) {{ return *n == {n} ? "n" : nullptr; }}\n'
+    first.write_text(head + launcher.format(n=1))
+    second.write_text(
+        head + '#define launch_step launch_predecessor\n#include "01_first.cu"\n#undef launch_step\n\n'
+        'extern "C" const char* launch_step(const int* n) { return launch_predecessor(n); }\n'
+    )
+    before = steps.from_file(second).source_sha
+    first.write_text(head + launcher.format(n=2))
+    steps.forget()
+    assert steps.from_file(second).source_sha != before
