@@ -21,10 +21,11 @@ from .attention_ring import largest_chunk, prefill_ring, prefill_through_ring
 from .build import KernelError, emulation
 from .cache import ContiguousCache, PagedCache, RingCache
 from .gemm import gemm_w4a8, quantize_activations
-from .linear import Fp4Weight, Fp8Weight, load_weight, matvec_fp4, matvec_fp8, quantize_fp4, quantize_fp8
+from .linear import Fp4Weight, Fp8Weight, matvec_fp4, matvec_fp8, quantize_fp4, quantize_fp8
 from .parity import check
 from .shapes import Geometry, Workload, geometry, workload, workloads
 from .steps import Step, diff, step
+from .weight_files import load_weight
 
 __all__ = [
     "ContiguousCache",

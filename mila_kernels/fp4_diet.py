@@ -21,6 +21,7 @@ from .bench import SETTLE_S, time_cuda
 from .results import CounterRow
 from .shapes import Workload
 from .token_chain import OneLaunch, TokenChain, layer_names, one_launch_steps, token_chain
+from .weight_files import load_weight, weight_names
 
 if TYPE_CHECKING:
     from .notebook import Session
@@ -287,7 +288,7 @@ class SentenceModel:
 
     def __init__(self, folder: Path) -> None:
         file = folder / "model.safetensors"
-        self.tensors = {name: linear.load_weight(file, name) for name in linear.weight_names(file)}
+        self.tensors = {name: load_weight(file, name) for name in weight_names(file)}
         inner = [name for name in self.tensors if name.startswith("encoder.") and name.endswith(".weight")]
         self.linears = {name: self.tensors[name] for name in inner if self.tensors[name].dim() == 2}
         self.layers = 1 + max(int(name.split(".")[2]) for name in self.linears)

@@ -14,6 +14,7 @@ import torch
 from . import build, linear, outputs, paths, steps
 from .arrivals import arrivals
 from .files import stamp
+from .layouts import unpack_rows
 from .linear import DTYPE_CODES, KERNEL_GROUP, SCALE_CODES, Fp4Weight
 from .operator import operator
 
@@ -369,7 +370,7 @@ def _blocks(w: Fp4Weight) -> torch.Tensor:
         rows = w.codes[start * BLOCK_ROWS : stop * BLOCK_ROWS]
         rows = torch.cat((rows, rows.new_zeros((stop - start) * BLOCK_ROWS - rows.shape[0], rows.shape[1])))
         # unit, warp, half (row g or g + 8), g, group, two k-steps' half, k-step, columns from 16, t, byte
-        nibbles = linear._unpack_rows(rows).view(stop - start, 4, 2, 8, groups, 2, 2, 2, 4, 4)
+        nibbles = unpack_rows(rows).view(stop - start, 4, 2, 8, groups, 2, 2, 2, 4, 4)
         folded = _fold(nibbles[:, :, 0], nibbles[:, :, 1])  # unit, warp, g, group, 2, step, from 16, t, byte
         order = folded.permute(3, 0, 4, 1, 2, 7, 5, 6, 8)  # group, unit, 2, warp, g, t, step, from 16, byte
         out[:, start:stop, : BLOCK_ROWS * KERNEL_GROUP // 2] = order.reshape(groups, stop - start, -1)

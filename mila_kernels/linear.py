@@ -1,21 +1,26 @@
-"""Linear layers for a few rows of activations: FP4 and FP8 weights, their quantisers, layouts and matvecs."""
+"""Linear layers for a few rows of activations: FP4 and FP8 weights, their quantisers and matvecs."""
 
 from __future__ import annotations
 
 import ctypes
-import difflib
-import functools
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from . import build, steps
+from .layouts import (
+    FP4_LAYOUTS,
+    LAYOUT_CODES,
+    bytes_to_words,
+    from_fragments,
+    pack_rows,
+    to_fragments,
+    unpack_rows,
+    words_to_bytes,
+)
 from .operator import operator
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1}
@@ -159,23 +164,23 @@ class Fp4Weight:
         tiles, groups = _ceil_div(self.n, TILE_ROWS), self.k // KERNEL_GROUP
         codes = torch.empty(tiles, groups, TILE_ROWS * KERNEL_GROUP // 2, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(tiles, TILE_ROWS * self.k):
-            nibbles = _unpack_rows(_padded_rows(self.codes, some))
+            nibbles = unpack_rows(_padded_rows(self.codes, some))
             words = FP4_LAYOUTS[layout].pack(FP4_LAYOUTS[layout].order(nibbles))
-            codes[some] = _words_to_bytes(words).view(-1, *codes.shape[1:])
+            codes[some] = words_to_bytes(words).view(-1, *codes.shape[1:])
         scales = _padded_rows(self.scales, slice(0, tiles)).view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
         return replace(self, codes=codes, scales=scales, layout=layout, _shuffled={})
 
     def _in_rows(self) -> Fp4Weight:
-        codes = _pack_rows(self._nibbles())
+        codes = pack_rows(self._nibbles())
         return replace(self, codes=codes, scales=self._row_scales(), layout="rows", _shuffled={})
 
     def _nibbles(self) -> torch.Tensor:
         """uint8 [n, k], one code each."""
         if self.layout == "rows":
-            return _unpack_rows(self.codes)
+            return unpack_rows(self.codes)
         out = torch.empty(self.codes.shape[0] * TILE_ROWS, self.k, dtype=torch.uint8, device=self.device)
         for some in _row_chunks(self.codes.shape[0], TILE_ROWS * self.k):
-            words = _bytes_to_words(self.codes[some])
+            words = bytes_to_words(self.codes[some])
             layout = FP4_LAYOUTS[self.layout]
             out[some.start * TILE_ROWS : some.stop * TILE_ROWS] = layout.restore(layout.unpack(words), self.k)
         return out[: self.n]
@@ -259,7 +264,7 @@ class Fp8Weight:
         for some in _row_chunks(tiles, TILE_ROWS * self.k):
             # [.., lane, quarter, step, word, register, half] to [.., quarter, lane, step, word, half, register]: 16
             # bytes a lane side by side; in a word the second register's codes are the low bytes of the halves.
-            codes_of = _fragments(_padded_rows(self.codes, some)).view(-1, 32, 2, 2, 2, 2, 2)
+            codes_of = to_fragments(_padded_rows(self.codes, some)).view(-1, 32, 2, 2, 2, 2, 2)
             codes[some] = codes_of.flip(5).permute(0, 2, 1, 3, 4, 6, 5).reshape(-1, *codes.shape[1:])
         scales = _padded_rows(self.scales[:, None], slice(0, tiles)).view(-1)
         return replace(self, codes=codes, scales=scales, layout=layout, _shuffled={})
@@ -268,150 +273,10 @@ class Fp8Weight:
         if self.layout == "rows":
             return self.codes
         fragments = self.codes.view(-1, 2, 32, 2, 2, 2, 2).permute(0, 2, 1, 3, 4, 6, 5).flip(5)
-        return _unfragment(fragments, self.k)[: self.n].contiguous()
+        return from_fragments(fragments, self.k)[: self.n].contiguous()
 
 
-# ---- layouts of shuffled weights -------------------------------------------------------------------------------------
-
-
-def _fragments(rows: torch.Tensor) -> torch.Tensor:
-    """Elements ``[16 tiles, k]`` in the order of m16n8k16's A operand: ``[tiles, k/64, lane, step, register, half]``.
-
-    K is permuted so that lane 4g + t owns the 16 columns from 16t of every 64, of rows g and g + 8.
-    """
-    k = rows.shape[1]
-    return rows.view(-1, 2, 8, k // 64, 4, 4, 2, 2).permute(0, 3, 2, 4, 5, 6, 1, 7).contiguous().view(-1, 4, 2)
-
-
-def _unfragment(fragments: torch.Tensor, k: int) -> torch.Tensor:
-    """The inverse of :func:`_fragments`."""
-    return fragments.reshape(-1, k // 64, 8, 4, 4, 2, 2, 2).permute(0, 6, 2, 1, 3, 4, 5, 7).reshape(-1, k)
-
-
-def _byte_fragments(rows: torch.Tensor) -> torch.Tensor:
-    """Elements ``[16 tiles, k]`` in the order of wgmma's A operand of 8-bit numbers: ``[tiles, k/64, lane, step, 16
-    columns, register, byte]``. Of every 16 columns lane 4g + t owns the four from 4t, of rows g and g + 8."""
-    k = rows.shape[1]
-    return rows.view(-1, 2, 8, k // 64, 2, 2, 4, 4).permute(0, 3, 2, 6, 4, 5, 1, 7).contiguous().view(-1, 2, 4)
-
-
-def _from_byte_fragments(fragments: torch.Tensor, k: int) -> torch.Tensor:
-    """The inverse of :func:`_byte_fragments`."""
-    return fragments.reshape(-1, k // 64, 8, 4, 2, 2, 2, 4).permute(0, 6, 2, 1, 4, 5, 3, 7).reshape(-1, k)
-
-
-@dataclass(frozen=True)
-class _WordLayout:
-    """How 8 codes, ``[..., registers, codes of a register]``, lie in a 32-bit word (here in an int64), and which they
-    are."""
-
-    pack: Callable[[torch.Tensor], torch.Tensor]
-    unpack: Callable[[torch.Tensor], torch.Tensor]
-    order: Callable[[torch.Tensor], torch.Tensor] = _fragments
-    restore: Callable[[torch.Tensor, int], torch.Tensor] = _unfragment
-
-
-def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Register r's two codes are the r-th nibbles from the top of the word's two halves."""
-    word = torch.zeros(codes.shape[:-2], dtype=torch.int64, device=codes.device)
-    for register in range(4):
-        for half in range(2):
-            word |= codes[..., register, half].long() << 16 * half + 12 - 4 * register
-    return word
-
-
-def _unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
-    codes = [[words >> 16 * half + 12 - 4 * register & 15 for half in range(2)] for register in range(4)]
-    return torch.stack([torch.stack(pair, -1) for pair in codes], -2).to(torch.uint8)
-
-
-_WORD = 0xFFFFFFFF
-_BF16_BITS = 0x81C081C0  # of a pair of BF16: the sign, the two lowest bits of the exponent, the highest of the mantissa
-
-
-def _unfold(word: Any) -> list[Any]:
-    """The four registers of a folded word, as the kernels make them: eight operations for eight weights.
-
-    A code's sign, exponent and mantissa stand where BF16 has them, with everything else zero: the value x 2^-126.
-    Four shifts of one word cannot tile it with that pattern, so register 3 is the XOR of two of them.
-    """
-    rotated = (word << 12 | word >> 20) & _WORD
-    return [part & _BF16_BITS for part in (word, word << 6, rotated, word >> 6 ^ word << 2)]
-
-
-_E4M3_BITS = 0x9C9C9C9C  # of four E4M3: the sign, the two lowest bits of the exponent, the highest of the mantissa
-
-
-def _unfold_bytes(word: Any) -> list[Any]:
-    """The two registers of a word whose codes become E4M3, as the kernels make them: four operations for eight weights.
-
-    A code's sign, exponent and mantissa stand where E4M3 has them, with everything else zero: the value x 2^-6.
-    """
-    return [word & _E4M3_BITS, (word >> 2 ^ word << 2) & _E4M3_BITS]
-
-
-@functools.cache
-def _folding(unfold: Callable[[Any], list[Any]], kept: int) -> tuple[tuple[int, int, int], ...]:
-    """The inverse of ``unfold``, which keeps the bits ``kept`` of each register, over GF(2): (register, mask, left
-    shift) of the terms whose XOR is the word."""
-    places = [bit for bit in range(32) if kept >> bit & 1]
-    rows = []  # per register bit: which bits of the word it is the XOR of, and in the high half which one it is
-    for register in range(32 // len(places)):
-        for place in places:
-            sources = sum((unfold(1 << bit)[register] >> place & 1) << bit for bit in range(32))
-            rows.append(sources | 1 << 32 + len(places) * register + places.index(place))
-    for bit in range(32):
-        pivot = next(i for i in range(bit, 32) if rows[i] >> bit & 1)
-        rows[bit], rows[pivot] = rows[pivot], rows[bit]
-        rows = [row ^ rows[bit] if i != bit and row >> bit & 1 else row for i, row in enumerate(rows)]
-    terms: dict[tuple[int, int], int] = {}
-    for bit in range(32):
-        for source in (i for i in range(32) if rows[bit] >> 32 + i & 1):
-            register, place = source // len(places), places[source % len(places)]
-            terms[register, bit - place] = terms.get((register, bit - place), 0) | 1 << place
-    return tuple((register, mask, shift) for (register, shift), mask in terms.items())
-
-
-def _pack_folded(codes: torch.Tensor) -> torch.Tensor:
-    """The words that :func:`_unfold` turns into the registers of the codes."""
-    sign_and_rest = codes.long()
-    bits = (sign_and_rest >> 3) << 15 | (sign_and_rest & 7) << 6
-    return _fold(bits[..., 0] | bits[..., 1] << 16, _folding(_unfold, _BF16_BITS))
-
-
-def _pack_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """The words that :func:`_unfold_bytes` turns into the registers of the codes."""
-    bits = (codes.long() >> 3) << 7 | (codes.long() & 7) << 2
-    registers = bits[..., 0] | bits[..., 1] << 8 | bits[..., 2] << 16 | bits[..., 3] << 24
-    return _fold(registers, _folding(_unfold_bytes, _E4M3_BITS))
-
-
-def _fold(registers: torch.Tensor, folding: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
-    word = torch.zeros(registers.shape[:-1], dtype=torch.int64, device=registers.device)
-    for register, mask, shift in folding:
-        term = registers[..., register] & mask
-        word ^= term << shift if shift >= 0 else term >> -shift
-    return word
-
-
-def _unpack_folded(words: torch.Tensor) -> torch.Tensor:
-    registers = torch.stack(_unfold(words), -1)
-    halves = torch.stack((registers & 0xFFFF, registers >> 16), -1)
-    return (halves >> 12 & 8 | halves >> 6 & 7).to(torch.uint8)
-
-
-def _unpack_bytes(words: torch.Tensor) -> torch.Tensor:
-    registers = torch.stack(_unfold_bytes(words), -1)
-    values = torch.stack([registers >> 8 * byte & 0xFF for byte in range(4)], -1)
-    return (values >> 4 & 8 | values >> 2 & 7).to(torch.uint8)
-
-
-FP4_LAYOUTS: dict[str, _WordLayout] = {
-    "fragments": _WordLayout(_pack_nibbles, _unpack_nibbles),
-    "folded": _WordLayout(_pack_folded, _unpack_folded),
-    "bytes": _WordLayout(_pack_bytes, _unpack_bytes, _byte_fragments, _from_byte_fragments),
-}
-LAYOUT_CODES = {"rows": 0, "fragments": 1, "folded": 2, "bytes": 3}
+# ---- the layout of a step, and parts of a weight ---------------------------------------------------------------------
 
 
 def step_layout(step: steps.Step) -> str:
@@ -422,28 +287,11 @@ def step_layout(step: steps.Step) -> str:
     return found[1].lower()
 
 
-def _unpack_rows(codes: torch.Tensor) -> torch.Tensor:
-    return torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1)
-
-
-def _pack_rows(nibbles: torch.Tensor) -> torch.Tensor:
-    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-
-
 def _padded_rows(x: torch.Tensor, tiles: slice) -> torch.Tensor:
     """The rows of some tiles, zeros below the last row of the matrix."""
     rows = x[tiles.start * TILE_ROWS : tiles.stop * TILE_ROWS]
     missing = (tiles.stop - tiles.start) * TILE_ROWS - rows.shape[0]
     return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows.contiguous()
-
-
-def _words_to_bytes(words: torch.Tensor) -> torch.Tensor:
-    signed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    return signed.contiguous().view(torch.uint8)
-
-
-def _bytes_to_words(codes: torch.Tensor) -> torch.Tensor:
-    return codes.contiguous().view(-1).view(torch.int32).long() & 0xFFFFFFFF
 
 
 def _guarded(x: torch.Tensor, value: float) -> tuple[torch.Tensor, Callable[[], int]]:
@@ -501,7 +349,7 @@ def quantize_fp4(
         _check_finite(groups, rows.start, group_size)
         scale = _scale(groups.abs().amax(-1, keepdim=True), FP4_MAGNITUDES[-1], scale_dtype)
         scales[rows] = scale.squeeze(-1).to(scale_dtype)
-        codes[rows] = _pack_rows(_nearest_fp4(groups, scale).view(-1, k))
+        codes[rows] = pack_rows(_nearest_fp4(groups, scale).view(-1, k))
     return Fp4Weight(codes, scales, n, k, group_size)
 
 
@@ -779,77 +627,3 @@ def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: Fp4Weight | Fp8Weight) -
         raise ValueError(f"bias: its stride is {bias.stride(0)} and must be 1; pass bias.contiguous()")
     if bias.requires_grad and torch.is_grad_enabled():
         raise ValueError("bias: requires grad, and there is no backward; use torch.no_grad() or bias.detach()")
-
-
-# ---- weights from files ----------------------------------------------------------------------------------------------
-
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
-}  # fmt: skip
-_LARGEST_HEADER = 100 << 20
-
-
-def load_weight(path: str | Path, name: str | None = None) -> torch.Tensor:
-    """A tensor by its name from a local ``.safetensors`` file or a ``torch.save``d state dict, on the CPU.
-
-    Only that tensor's bytes are read from a safetensors file. With ``name`` None the file must hold one tensor.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that is neither, or a name that it does not hold; the text lists close names.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"path: there is no file {path}")
-    if path.suffix == ".safetensors":
-        return _load_safetensors(path, name)
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict):
-        raise ValueError(f"path: {path} holds a {type(state).__name__}, not a dict of tensors")
-    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return tensors[_known_name(path, name, list(tensors))]
-
-
-def weight_names(path: str | Path) -> list[str]:
-    """The names of the tensors in a ``.safetensors`` file."""
-    return list(_safetensors_header(Path(path))[0])
-
-
-def _load_safetensors(path: Path, name: str | None) -> torch.Tensor:
-    header, data_start = _safetensors_header(path)
-    entry = header[_known_name(path, name, list(header))]
-    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
-    if dtype is None:
-        known = ", ".join(_SAFETENSORS_DTYPES)
-        raise ValueError(f"name: {name!r} of {path} has dtype {entry['dtype']}, which is none of {known}")
-    begin, end = entry["data_offsets"]
-    with path.open("rb") as file:
-        file.seek(data_start + begin)
-        data = bytearray(file.read(end - begin))
-    if len(data) != end - begin:
-        raise ValueError(f"path: {path} is cut short: {name!r} needs {end - begin} bytes and {len(data)} are left")
-    if not data:
-        return torch.empty(entry["shape"], dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(entry["shape"])
-
-
-def _safetensors_header(path: Path) -> tuple[dict[str, dict], int]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= _LARGEST_HEADER else b""
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"path: {path} is not a safetensors file") from error
-    return header, 8 + length
-
-
-def _known_name(path: Path, name: str | None, known: list[str]) -> str:
-    if name is None and len(known) == 1:
-        return known[0]
-    if name in known:
-        return str(name)
-    close = difflib.get_close_matches(name or "", known, 5, 0.3) or known[:5]
-    raise ValueError(f"name: {name!r} is not in {path}, which holds {len(known)} tensors such as {', '.join(close)}")

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 import pandas as pd
 import torch
 
-from . import fp4_diet, gemm, linear, ops, parity, reference, results, static, steps
+from . import fp4_diet, gemm, ops, parity, reference, results, static, steps
 from .bench import time_cuda
 from .linear import Fp4Weight, quantize_fp4
 from .notebook import Session, peers_of
 from .results import CounterRow, ParityRow, RunWriter
 from .shapes import Workload, parse_shape
+from .weight_files import load_weight
 
 LAYERS = 48  # of the model whose layers these products are
 WIDTH, REAL_WIDTH = 256, 384  # of the stacks' residual streams
@@ -238,7 +239,7 @@ def real_stack(layers: int = LAYERS) -> Stack | None:
     file = folder / "model.safetensors"
 
     def weight(layer: int, *names: str) -> Fp4Weight:
-        parts = [linear.load_weight(file, f"encoder.layer.{layer}.attention.{name}.weight").float() for name in names]
+        parts = [load_weight(file, f"encoder.layer.{layer}.attention.{name}.weight").float() for name in names]
         return quantize_fp4(torch.cat([p / (p.pow(2).mean().sqrt() * REAL_WIDTH**0.5) for p in parts]))
 
     six = [(weight(i, "self.query", "self.key"), weight(i, "output.dense")) for i in range(6)]

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mila_kernels import linear
-from mila_kernels.linear import FP4_MAGNITUDES, Fp4Weight, load_weight, quantize_fp4, quantize_fp8
+from mila_kernels.layouts import FP4_LAYOUTS
+from mila_kernels.linear import FP4_MAGNITUDES, Fp4Weight, quantize_fp4, quantize_fp8
+from mila_kernels.weight_files import load_weight, weight_names
 
 FP4_VALUES = torch.tensor([*FP4_MAGNITUDES, *(-m for m in FP4_MAGNITUDES)], dtype=torch.float64)
 E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -120,7 +122,7 @@ def test_cpu_and_gpu_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 16, 40])
-@pytest.mark.parametrize("layout", list(linear.FP4_LAYOUTS))
+@pytest.mark.parametrize("layout", list(FP4_LAYOUTS))
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_fp4_layouts_lose_nothing(n: int, layout: str, scale_dtype: torch.dtype) -> None:
     q = quantize_fp4(random_weight(n, 384), scale_dtype=scale_dtype)
@@ -134,7 +136,7 @@ def test_fp4_layouts_lose_nothing(n: int, layout: str, scale_dtype: torch.dtype)
 
 def test_every_word_folds_and_unfolds() -> None:
     words = torch.randint(0, 2**32, (4096,), generator=torch.Generator().manual_seed(0))
-    for layout in linear.FP4_LAYOUTS.values():
+    for layout in FP4_LAYOUTS.values():
         assert torch.equal(layout.pack(layout.unpack(words)), words)
 
 
@@ -238,7 +240,7 @@ def test_load_weight(tmp_path: Path) -> None:
     write_safetensors(file, tensors, {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"})
     for name, x in tensors.items():
         assert torch.equal(load_weight(file, name), x)
-    assert linear.weight_names(file) == list(tensors)
+    assert weight_names(file) == list(tensors)
     with pytest.raises(ValueError, match="'layer.0.wieght' is not in .*layer.0.weight"):
         load_weight(file, "layer.0.wieght")
     with pytest.raises(ValueError, match="name: None"):

@@ -15,7 +15,7 @@ constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a
 constexpr int max_warps(int nt) { return nt == 1 ? 16 : nt == 2 ? 15 : 12; }  // by the registers that columns of B take
 constexpr uint32_t BF16_BITS = 0x81c081c0u;
 
-// The same as _unfold in mila_kernels/linear.py, which solves for the word.
+// The same as _unfold in mila_kernels/layouts.py, which solves for the word.
 DEVICE void decode(uint32_t (&a)[4], uint32_t word) {
   a[0] = word & BF16_BITS;
   a[1] = (word << 6) & BF16_BITS;

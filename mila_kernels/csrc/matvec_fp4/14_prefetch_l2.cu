@@ -21,7 +21,7 @@ constexpr int max_warps(int nt) { return nt == 4 ? 12 : 16; }  // by the registe
 constexpr int X_PITCH = HELD * GROUP + 8;  // of a column; 16 bytes more for other banks
 constexpr uint32_t BF16_BITS = 0x81c081c0u;
 
-// The same as _unfold in mila_kernels/linear.py, which solves for the word.
+// The same as _unfold in mila_kernels/layouts.py, which solves for the word.
 DEVICE void decode(uint32_t (&a)[4], uint32_t word) {
   a[0] = word & BF16_BITS;
   a[1] = (word << 6) & BF16_BITS;

@@ -80,7 +80,7 @@ DEVICE void prefetch_L2([[maybe_unused]] const void* global) {
 #endif
 }
 
-// Four codes each of rows g and g + 8, as values x 2^-6. The same as _unfold_bytes in mila_kernels/linear.py, which solves for
+// Four codes each of rows g and g + 8, as values x 2^-6. The same as _unfold_bytes in mila_kernels/layouts.py, which solves for
 // the word.
 DEVICE void decode(uint32_t& first, uint32_t& second, uint32_t word) {
   first = word & E4M3_BITS;

@@ -67,7 +67,7 @@ struct Smem {
 // Behind the rest of the shared memory.
 DEVICE ChainMatvec* list_of(Smem& smem) { return reinterpret_cast<ChainMatvec*>(&smem + 1); }
 
-// The same as _unfold in mila_kernels/linear.py, which solves for the word.
+// The same as _unfold in mila_kernels/layouts.py, which solves for the word.
 DEVICE void decode(uint32_t (&a)[4], uint32_t word) {
   a[0] = word & BF16_BITS;
   a[1] = (word << 6) & BF16_BITS;
