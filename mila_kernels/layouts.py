@@ -1,4 +1,4 @@
-"""How codes of weights lie in memory: as rows, or shuffled so that 16 bytes of a lane are its operand of a tensor core."""
+"""How codes of weights lie in memory: in rows, or shuffled so that 16 bytes of a lane are its operand of an mma."""
 
 from __future__ import annotations
 
