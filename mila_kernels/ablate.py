@@ -194,6 +194,5 @@ def _file(base: Step, stage: str) -> Path:
     folder = writable_cache() / "ablations" / hashlib.sha256(text.encode()).hexdigest()[:16] / base.op
     file = folder / f"{base.name}_without_{re.sub(r'[^a-z0-9]+', '_', stage)}.cu"
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
-        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text.encode())
     return file

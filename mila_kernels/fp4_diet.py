@@ -135,14 +135,10 @@ def shapes_table(session: Session, names: Sequence[str], workloads: Sequence[Wor
     rows = rows[rows["status"] == "ok"].assign(share=lambda r: (100 * r["share"]).round(1))
     if rows.empty:
         return rows
-    units = {"median_us": "us", "share": "% of the read limit"}
-    values = [
-        (rows if value == "median_us" else rows[rows["source_sha"] != ""])
-        .pivot_table(index="workload", columns="step", values=value, sort=False)
-        .add_suffix(f", {unit}")
-        for value, unit in units.items()
-    ]
-    wide = pd.concat(values, axis=1).round(2)
+    ours = rows[rows["source_sha"] != ""]
+    micros = rows.pivot_table(index="workload", columns="step", values="median_us", sort=False).add_suffix(", us")
+    shares = ours.pivot_table(index="workload", columns="step", values="share", sort=False)
+    wide = micros.join(shares.add_suffix(", % of the read limit")).round(2)
     beside = {
         w.name: {
             "fastest is": steps.step(fastest(w, session.device)).name, "best peer, us": w.peer, "peer": w.peer_name

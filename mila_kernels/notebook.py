@@ -773,6 +773,12 @@ def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
     return table[["step", "shape", "backend", "error", "bound", "verdict"]].set_index("step")
 
 
+def together(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of one shape after each other, shapes in the order of their first rows: steps and peers side by side."""
+    order = {shape: place for place, shape in enumerate(rows["shape"].unique())}
+    return rows.sort_values("shape", key=lambda shapes: shapes.map(order), kind="stable", ignore_index=True)
+
+
 def through_ring(
     session: Session, *, tokens: int, capacity: int, window: int, chunks: Sequence[int], step: str | None = None
 ) -> pd.DataFrame:

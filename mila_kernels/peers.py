@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from . import ops
 from .cache import ContiguousCache, PagedCache, RingCache
 from .linear import Fp4Weight, Fp8Weight
 from .shapes import Workload
@@ -39,8 +40,6 @@ class Peer:
 
     def truth(self, **inputs: Any) -> torch.Tensor:
         """What the call should give, in float64."""
-        from . import ops
-
         if self.own_weight is None:
             return ops.op(self.op).reference(**inputs)[0]
         y = inputs["x"].double() @ self.own_weight(inputs["w"]).double().T
@@ -294,24 +293,24 @@ def _humming(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) ->
     return lambda: layer(x) if bias is None else layer(x) + bias
 
 
-def _bnb_codes(w: Fp4Weight, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+def _bnb_codes(w: Fp4Weight) -> tuple[torch.Tensor, Any]:
     from bitsandbytes import functional
 
-    return functional.quantize_fp4(w.dequantize(dtype), blocksize=128)  # type: ignore[no-any-return]
+    return functional.quantize_fp4(w.dequantize(torch.bfloat16), blocksize=128)  # type: ignore[no-any-return]
 
 
 def _bnb(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
     """bitsandbytes' FP4 in blocks of 128, on its own quantisation of the dequantised weight."""
     from bitsandbytes import matmul_4bit
 
-    codes, state = _bnb_codes(w, x.dtype)
+    codes, state = _bnb_codes(w)
     return lambda: matmul_4bit(x, codes.t(), quant_state=state, bias=bias)
 
 
 def _bnb_weight(w: Fp4Weight) -> torch.Tensor:
     from bitsandbytes import functional
 
-    weight: torch.Tensor = functional.dequantize_4bit(*_bnb_codes(w, torch.bfloat16))
+    weight: torch.Tensor = functional.dequantize_4bit(*_bnb_codes(w))
     return weight
 
 
@@ -332,8 +331,13 @@ def _int4_weight(w: Fp4Weight) -> torch.Tensor:
     return (codes.float() - 8) * scales.float().repeat_interleave(INT4_GROUP, dim=1)
 
 
+def _is_bf16(w: Workload) -> bool:
+    return w.dtype == "bf16"
+
+
 def _fits_int4(w: Workload) -> bool:
-    return w.n % 32 == 0 and w.k % INT4_GROUP == 0 and w.dtype == "bf16"
+    """Whole groups, and rows in multiples of Gemlite's smallest size, 32 (torch's is 8)."""
+    return w.n % 32 == 0 and w.k % INT4_GROUP == 0 and _is_bf16(w)
 
 
 def _tinygemm(w: Fp4Weight, x: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
@@ -374,7 +378,15 @@ PEERS: list[Peer] = [
     Peer(
         "matvec_fp4", "Gemlite INT4", _gemlite, _fits_int4, needs_cuda=True, package="gemlite", own_weight=_int4_weight
     ),
-    Peer("matvec_fp4", "bitsandbytes FP4", _bnb, needs_cuda=True, package="bitsandbytes", own_weight=_bnb_weight),
+    Peer(
+        "matvec_fp4",
+        "bitsandbytes FP4",
+        _bnb,
+        _is_bf16,
+        needs_cuda=True,
+        package="bitsandbytes",
+        own_weight=_bnb_weight,
+    ),
     Peer("matvec_fp8", "torch BF16", _bf16_matvec),
     Peer("prefill_ring", "torch three calls", _of_ring(_three_calls), _scores_fit),
     Peer("prefill_ring", "torch SDPA", _of_ring(_sdpa), _scores_fit, needs_cuda=True),

@@ -439,7 +439,6 @@ def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> int:
         destination = target / path.name
         if destination.exists() and destination.read_bytes() == data:
             continue
-        target.mkdir(parents=True, exist_ok=True)
         write_atomically(destination, data, durable=True)
         copied += 1
     return copied

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from . import build, paths, results, toolchain
 from . import steps as registry
+from .errors import BuildError
 from .files import write_atomically
 from .results import StaticRow
 from .steps import Step
@@ -78,7 +79,7 @@ def find_nvcc() -> Path | None:
     """The nvcc that kernels are built with, or None."""
     try:
         return toolchain.nvcc_path()
-    except build.BuildError:
+    except BuildError:
         return None
 
 

@@ -234,6 +234,13 @@ def test_a_prompt_through_a_ring_and_the_chunk_that_is_refused() -> None:
     assert table["verdict"].tolist()[:2] == ["ok", "ok"] and "between 1 and 4" in table.loc[5, "verdict"]
 
 
+def test_rows_of_one_shape_stand_together_in_the_order_in_which_shapes_came() -> None:
+    rows = pd.DataFrame({"shape": ["b64", "b1", "b64", "b1"], "step": ["ours", "ours", "theirs", "theirs"]})
+    table = notebook.together(rows)
+    assert table["shape"].tolist() == ["b64", "b64", "b1", "b1"]
+    assert table["step"].tolist() == ["ours", "theirs", "ours", "theirs"] and table.index.tolist() == [0, 1, 2, 3]
+
+
 def test_peers_are_compared_on_the_same_inputs(recorded: Path) -> None:
     rows = notebook.start("emulation").check_peers("prefill", ["b1 q9h2 kv21h1 d64 causal bf16"])
     assert rows["step"].tolist() == ["torch three calls"] and rows["passed"].all()
