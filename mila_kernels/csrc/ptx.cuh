@@ -468,6 +468,20 @@ DEVICE uint4 ld_global_v4_u32(const void* global MK_SITE) {
 #endif
 }
 
+// The same, not kept in L1.
+DEVICE uint4 ld_global_no_allocate_v4_u32(const void* global MK_SITE) {
+#ifdef __CUDACC__
+  uint4 d;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+               : "l"(global)
+               : "memory");
+  return d;
+#else
+  return ld_global_v4_u32(global, site);
+#endif
+}
+
 // A load and a store that meet those of other blocks.
 DEVICE uint4 ld_relaxed_gpu_v4_u32(const void* global MK_SITE) {
 #ifdef __CUDACC__
@@ -621,6 +635,15 @@ DEVICE void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes MK_SITE
   if (bytes == 0 || bytes % 16) emu::trap("cp.async.bulk.prefetch.L2 of no multiple of 16 bytes", site);
   emu::global_access(global, 16, false, site);
   emu::global_access(static_cast<const char*>(global) + bytes - 16, 16, false, site);
+#endif
+}
+
+// prefetch.global.L2: starts to bring the line of 128 bytes that holds the address into L2; it changes times only.
+DEVICE void prefetch_global_L2(const void* global MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+#else
+  emu::global_access(global, 1, false, site);
 #endif
 }
 

@@ -59,27 +59,6 @@ constexpr uint32_t UNIT_BYTES = TILE_ROWS * GROUP / 2;
 constexpr int HELD = 2;  // groups of a tile that a warp holds in registers at a time
 constexpr uint32_t E4M3_BITS = 0x9c9c9c9cu;
 
-// A load that stays in front of a barrier, as those of the .nc kind do not.
-DEVICE uint4 ld_global_no_allocate_v4_u32(const void* global) {
-#ifdef __CUDACC__
-  uint4 d;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
-               : "l"(global)
-               : "memory");
-  return d;
-#else
-  return ld_global_v4_u32(global);
-#endif
-}
-
-// Starts to bring a line of 128 bytes into L2; changes times only.
-DEVICE void prefetch_L2([[maybe_unused]] const void* global) {
-#ifdef __CUDACC__
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-#endif
-}
-
 // Four codes each of rows g and g + 8, as values x 2^-6. The same as _unfold_bytes in mila_kernels/layouts.py, which solves for
 // the word.
 DEVICE void decode(uint32_t& first, uint32_t& second, uint32_t word) {
@@ -400,6 +379,7 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
   const uint64_t first_unit = static_cast<uint64_t>(tile) * cut.groups + min(warp, cut.active - 1) * HELD;
   const uint8_t* codes = args.codes + first_unit * UNIT_BYTES + lane_bytes;
   const Scale* group_scales = all_scales + first_unit * TILE_ROWS + lane_rows;
+  // LATE: those of the .nc kind do not stay behind a barrier.
   const auto load = [&](int i) {
     const uint64_t here = unit;
     const uint8_t* const from = BY_UNIT ? args.codes + here * UNIT_BYTES + (i * UNIT_BYTES + lane_bytes) : codes + i * UNIT_BYTES;
@@ -418,7 +398,7 @@ __global__ void __launch_bounds__(HALVES* FEW_WARPS* WARP, AT_A_TIME / HALVES)
     const uint8_t* const line = codes + 2ull * cut.round_units * UNIT_BYTES - lane_bytes + lane * 128;
     const void* const scales_line = group_scales - lane_rows + 2ull * cut.round_units * TILE_ROWS;
     constexpr int LINES = HELD * UNIT_BYTES / 128;
-    if (lane <= LINES && warp < cut.active) prefetch_L2(lane < LINES ? static_cast<const void*>(line) : scales_line);
+    if (lane <= LINES && warp < cut.active) prefetch_global_L2(lane < LINES ? static_cast<const void*>(line) : scales_line);
   };
   if (CHAINED) {
     load(0);

@@ -1,43 +1,52 @@
 // Change: 3 to 8 rows of BF16: the words of a warp's second tile are asked for when x has come, and not together with the
-//   first tile's; the first 16 rounds are one straight line; words wait in registers from 2 rounds on, not from 12. With 16
-//   columns of B up to 8 rounds are one straight line. From 8 to 16 rounds of 8 columns, the second tile's words come as far
-//   as the L2 from the start, by a bulk copy of each warp, and a tile is added up three tiles later, not two.
+//   first tile's; the first 16 rounds are one straight line; words wait in registers from 2 rounds on, not from 12. With
+//   16 columns of B up to 8 rounds are one straight line. From 8 to 16 rounds of 8 columns, the second tile's words come
+//   as far as the L2 from the start and the third's when x has come, a line a lane, and a tile is added up three tiles
+//   later, not two.
 // Prediction: All 60 KB of words that a multiprocessor asks for at the start stand before x, which all products wait for.
-//   Half of them stand for less time, and the other half is asked for early enough as long as the first is being multiplied.
-//   What a loop has asked for is waited for at its head, all of it: in a line a warp waits for one tile only. 0.3 us each.
+//   Half of them stand for less time, and the other half is asked for early enough as long as the first is being
+//   multiplied. What a loop has asked for is waited for at its head, all of it: in a line a warp waits for one tile only.
+//   0.3 us each.
 // Measured: H200, 2026-11-30, prototypes in one run with 19's (in brackets): 8 rows, gate_up 17.2 us (17.9), fc_down 11.6
 //   (11.9), local_qkv 7.4 (7.8), local_o 5.4 (5.6), global_qk 7.8 (8.3), global_o 8.0 (8.2), lm_head 127 (128); 16 rows,
 //   gate_up 20.6 (20.6), fc_down 13.2 (13.6), local_qkv 8.7 (8.7), local_o 6.3 (6.4), global_qk 9.2 (9.4), global_o 9.3
 //   (9.3). With 8 rows the second tile alone gives gate_up 17.3, both tiles behind x 17.8, a line of 8 rounds 17.5, and
-//   registers without a line local_qkv 7.5, global_qk 8.0. With 16 rows and 16 rounds in a line gate_up takes 28. x brought
-//   by pairs of blocks, half by each, which sends it to the other: 18.6 and 22.9. Without products gate_up takes 17.3 with 8
-//   rows (before the line) and 19.9 with 16: neither decoding nor the tensor cores are what is left, but x, 61 and 123 KB
-//   from the L2 for each multiprocessor, and the ends. Other designs, all with bytes of E4M3 for the weights (four
-//   instructions for eight), x as three E5M2 that sum to it, columns of B of their own, and four tiles a warpgroup. Their
-//   errors are those of BF16's rounding. A set of 64 rows and 128 columns takes 145 clocks of a multiprocessor with 16 rows
-//   of x and 103 with 8, with decoding and sums; the memory brings one in 208. Still, gate_up with 8 and 16 rows took: x
-//   split by four warps of their own and passing by in a ring, 16 warps with a tile each, words in registers 19.3 and 23.5
-//   us, words by cp.async, six groups ahead, blocks beginning at different columns, 20.1 and 26.9, all beginning at the
-//   same, which wait for the same part of the L2, 30 to 32 with 16. x split once, four tiles a round, their groups shared by
-//   eight and six warpgroups, words in registers, 19.5 and 25.3, by six and five with three groups ahead 20.0 and 23.1; the
-//   second group asked for behind x 18.9 and 26.1; with x as two E4M3, which hold all but what is below 2^-10 of a group's
-//   largest, 18.6 and 21.9. Without x and products these take 16.4 and 17.7, so they wait for words; they were not put into
-//   a straight line. In clusters of 8 fc_down took 13.3 and 14.6, in clusters of 2 local_qkv 9.6 and 10.1. The second tile
-//   in the L2, by the project's clock, the form before in the same run in brackets: gate_up with 8 rows 16.70 us (17.17),
-//   with 4 16.83 (17.14), on another machine, a percent slower, 16.83 to 16.95 and 16.97; by a shorter clock 17.0 and 16.85
-//   (17.6 and 17.25), fc_down with 8 rows 11.2 (11.65). Of that, three tiles later makes 0.2. Two tiles in the L2 17.8 with
-//   8 rows, one before x is asked for 17.5, one in each round 19.8; with two rounds local_o takes 5.6 (5.2), with 125
-//   lm_head 128 (126.5). x before the words, which the assembler puts first, makes no difference; nor do the second tile's
-//   scales in the L2, its words asked for before x is multiplied (17.4 by the shorter clock, 17.25), zeros for columns past
-//   the last (17.45) or fewer instructions to see what is too large (17.3); three tiles in registers 18.0, all blocks with
-//   14 or 15 tiles, not 128 with 15, 17.6 (17.5). Other designs of it by the project's clock, with 4 and 8 rows (16.9 both):
-//   only the code that BF16 without bias and clusters needs, 5,100 instructions and not 9,100, 17.2 and 17.3; that with half
-//   of the parts added up by each half of a warp, as with 4 rows the others are empty, 17.1; words by cp.async in the same
-//   line, two and three tiles ahead, 18.4 and 19.1, with 8 rows 18.7 and 19.5. Recorded: 16.98 and 16.94.
-//   racecheck follows a tile's sums as long as no slot is used twice, and reports those of the fifth tile and later: between
-//   a store and its reader stands the named barrier of the slot. The emulation's clocks find nothing.
-// Verdict: Kept: 3 to 6% with 8 rows, up to 3 with 16. 16.8 on gate_up with 4 rows is met or missed by 1%, as the machine;
-//   short of 19 with 16, and of 11.5 on fc_down.
+//   registers without a line local_qkv 7.5, global_qk 8.0. With 16 rows and 16 rounds in a line gate_up takes 28. x
+//   brought by pairs of blocks, half by each, which sends it to the other: 18.6 and 22.9. Without products gate_up takes
+//   17.3 with 8 rows (before the line) and 19.9 with 16: neither decoding nor the tensor cores are what is left, but x,
+//   61 and 123 KB from the L2 for each multiprocessor, and the ends. Other designs, all with bytes of E4M3 for the
+//   weights (four instructions for eight), x as three E5M2 that sum to it, columns of B of their own, and four tiles a
+//   warpgroup. Their errors are those of BF16's rounding. A set of 64 rows and 128 columns takes 145 clocks of a
+//   multiprocessor with 16 rows of x and 103 with 8, with decoding and sums; the memory brings one in 208. Still, gate_up
+//   with 8 and 16 rows took: x split by four warps of their own and passing by in a ring, 16 warps with a tile each,
+//   words in registers 19.3 and 23.5 us, words by cp.async, six groups ahead, blocks beginning at different columns, 20.1
+//   and 26.9, all beginning at the same, which wait for the same part of the L2, 30 to 32 with 16. x split once, four
+//   tiles a round, their groups shared by eight and six warpgroups, words in registers, 19.5 and 25.3, by six and five
+//   with three groups ahead 20.0 and 23.1; the second group asked for behind x 18.9 and 26.1; with x as two E4M3, which
+//   hold all but what is below 2^-10 of a group's largest, 18.6 and 21.9. Without x and products these take 16.4 and
+//   17.7, so they wait for words; they were not put into a straight line. In clusters of 8 fc_down took 13.3 and 14.6, in
+//   clusters of 2 local_qkv 9.6 and 10.1. The second tile in the L2, by the project's clock, the form before in the same
+//   run in brackets: gate_up with 8 rows 16.70 us (17.17), with 4 16.83 (17.14), on another machine, a percent slower,
+//   16.83 to 16.95 and 16.97; by a shorter clock 17.0 and 16.85 (17.6 and 17.25), fc_down with 8 rows 11.2 (11.65). Of
+//   that, three tiles later makes 0.2. Two tiles in the L2 17.8 with 8 rows, one before x is asked for 17.5, one in each
+//   round 19.8; with two rounds local_o takes 5.6 (5.2), with 125 lm_head 128 (126.5). x before the words, which the
+//   assembler puts first, makes no difference; nor do the second tile's scales in the L2, its words asked for before x is
+//   multiplied (17.4 by the shorter clock, 17.25), zeros for columns past the last (17.45) or fewer instructions to see
+//   what is too large (17.3); three tiles in registers 18.0, all blocks with 14 or 15 tiles, not 128 with 15, 17.6
+//   (17.5). Other designs of it by the project's clock, with 4 and 8 rows (16.9 both): only the code that BF16 without
+//   bias and clusters needs, 5,100 instructions and not 9,100, 17.2 and 17.3; that with half of the parts added up by
+//   each half of a warp, as with 4 rows the others are empty, 17.1; words by cp.async in the same line, two and three
+//   tiles ahead, 18.4 and 19.1, with 8 rows 18.7 and 19.5. Where 16.9 us go, with 4 or 8 rows, by leaving parts out: 14.8
+//   for the loads alone, 15.7 without decoding and products, 16.5 without products, 16.7 without x, 16.75 without sums.
+//   Lines asked for by the lanes, not by a warp's bulk copy, 16.7, the third tile's too 16.55 and, with 8 rows, 16.7;
+//   both before x 17.0, the third's when the first has been multiplied 16.7, a fourth's 16.8, one more in each round
+//   19.4. Words asked for in front of a group's last products, which spills, 17.8, in front of half of them 21. Lines
+//   without asking whether there is such a tile, in the same run, 16.85 and 17.0: where the assembler puts the loads. The
+//   sums of a slot by named barriers, in place of a second mbarrier, take as long, but racecheck reports them from the
+//   slot's second turn on. A block's tiles side by side 17.15, a sum four tiles later with six slots 17.3, x behind the
+//   first words 17.0, 136 registers the same.
+// Verdict: Kept: 3 to 8% with 8 rows, up to 3 with 16. 16.8 on gate_up with 4 rows is met; short of 19 with 16, and of
+//   11.5 on fc_down.
 // Rows: 3
 // Predecessor: 19_words_in_shared_memory
 // Architectures: sm_90a sm_100a sm_120
@@ -702,9 +711,6 @@ const char* launch_tile_per_warp(const MatvecFp4Args& args, const RowCut& cut, c
 // ---- more rows: x stays in registers ------------------------------------------------------------------------------------
 
 constexpr int REG_WARPS = 16, FEWEST_REG_WARPS = 8;
-// The first of the named barriers that say a slot is full. Warps arrive at those, and all lanes at the mbarriers that say it is
-// empty: racecheck does not follow one lane's arrival for what its warp has stored.
-constexpr int FULL = 1;
 constexpr int SUM_BATCH = 4;  // parts of a sum that a warp reads at a time
 constexpr __host__ __device__ int sum_slots(int nt) { return nt == 1 ? 4 : 6; }  // tiles whose sums wait in shared memory
 // Where a warp's next words wait: of two tiles in registers, or of STAGES tiles in shared memory.
@@ -712,12 +718,12 @@ constexpr int ROUNDS_FOR_REGISTERS = 2;  // from so many rounds on, for 8 column
 // Rounds in one straight line: for 8 columns of B the first ones, for 16 all or none, as the caches of instructions hold no
 // more.
 constexpr __host__ __device__ int line_rounds(int nt) { return nt == 1 ? 16 : 8; }
-constexpr int FEWEST_AHEAD = 8;  // rounds from which the second tile's words come into the L2, if all are in the line
+constexpr int FEWEST_AHEAD = 8;  // rounds from which the next tiles' words come into the L2, if all are in the line
 constexpr int STAGES = 2;
 constexpr __host__ __device__ int stage_bytes(int scale_bytes) { return HELD * (UNIT_BYTES + TILE_ROWS * scale_bytes); }
 
 // A round is a tile of each cluster. Each warp has HELD groups of all tiles, and each block of a cluster block_groups.
-// Shared memory holds an mbarrier a slot, y[sum_slots][NT][parts][WARP] of float4, of which those past the last warp
+// Shared memory holds two mbarriers a slot, y[sum_slots][NT][parts][WARP] of float4, of which those past the last warp
 // are zeros, words[warps][stages][stage_bytes] and, where blocks share the columns, what they send: y[own tiles][cluster][NT][WARP].
 struct RegCut {
   int cluster, cluster_bits, clusters, rounds, warps;
@@ -728,14 +734,40 @@ struct RegCut {
 };
 constexpr int SLOTS_OFFSET = 128;  // after the mbarriers
 
-// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more. AHEAD: the second tile's
-// words come as far as the L2 at once, where they stand before no one.
+// Columns 2t and 2t + 1 of the j-th eight, of row g, then of row g + 8 of a tile. By all lanes of a warp.
+DEVICE void store_four(const MatvecFp4Args& args, int tile, int j, int lane, const float (&y)[4]) {
+  const int g = lane / 4, n = tile * TILE_ROWS + g, column = j * 8 + 2 * (lane % 4), terms = terms_of(args.dtype);
+  if (args.dtype == DTYPE_BF16 && args.bias == nullptr && (args.n | args.y_stride) % 2 == 0 &&
+      reinterpret_cast<uint64_t>(args.y) % 4 == 0) {  // lanes of two rows trade, so that each has both of one column
+    const bool odd = g % 2 != 0;
+    const int m = column + odd, row = n - odd;
+    const float other[2] = {__shfl_xor_sync(ALL_LANES, odd ? y[0] : y[1], 4), __shfl_xor_sync(ALL_LANES, odd ? y[2] : y[3], 4)};
+    bf16* const to = static_cast<bf16*>(args.y) + m * args.y_stride + row;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float first = odd ? other[c] : y[2 * c], second = odd ? y[2 * c + 1] : other[c];
+      if (m < args.m && row + c * 8 < args.n)
+        *reinterpret_cast<__nv_bfloat162*>(to + c * 8) = __floats2bfloat162_rn(first, second);
+    }
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const int row = n + c / 2 * 8;
+    if (row >= args.n || column + c % 2 >= args.m * terms || (terms == 2 && c % 2 == 1)) continue;
+    const float other = terms == 2 ? y[c | 1] : 0.0f;  // the second term of the same row of x
+    store_y(args, (column + c % 2) / terms, row, y[c] + other);
+  }
+}
+
+// LINE: rounds in one straight line, a multiple of DEPTH; with 16 columns of B there are no more. AHEAD: the second and the
+// third tile's words come as far as the L2, where they stand before no one.
 template <typename Scale, int NT, bool SHARED, int LINE, bool AHEAD = false>
 __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     matvec_x_in_registers(const __grid_constant__ MatvecFp4Args args, const __grid_constant__ RegCut cut) {
   constexpr int SLOTS = sum_slots(NT);
   constexpr int LAG = AHEAD ? 3 : 2;  // a warp adds up a tile when it has done so many more
-  static_assert(LAG < SLOTS);
+  static_assert(LAG < SLOTS && 2 * SLOTS * 8 <= SLOTS_OFFSET);
   constexpr int DEPTH = SHARED ? 1 : 2, STAGE_BYTES = stage_bytes(sizeof(Scale));
   constexpr int CHAINS = SHARED && NT == 1 ? 2 : 1;  // of products a group, where registers are left
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4, terms = terms_of(args.dtype);
@@ -744,7 +776,9 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
   // The last round is not for all.
   const int rounds = cut.rounds - (cluster + (cut.rounds - 1) * cut.clusters < cut.tiles ? 0 : 1);
   unsigned char* const smem = reinterpret_cast<unsigned char*>(&dynamic_smem<uint4>());
-  const uint32_t empty = smem_u32(smem), slots = empty + SLOTS_OFFSET, owned = empty + cut.own_offset;
+  // All lanes arrive at the mbarriers: racecheck does not follow one lane's arrival for what its warp has stored, nor a named
+  // barrier's second turn.
+  const uint32_t empty = smem_u32(smem), full = empty + SLOTS * 8, slots = empty + SLOTS_OFFSET, owned = empty + cut.own_offset;
   if (cut.cluster > 1) barrier_cluster_arrive_relaxed();  // its blocks are there: they may be sent to
 
   uint4 words[DEPTH][HELD][2];
@@ -808,6 +842,10 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
       if (args.chained) load_tile(1);
     }
   };
+  // The next tile's words, a line a lane. A bulk copy of them, or no question whether there are any, takes 0.3 us more.
+  const auto bring_to_L2 = [&] {
+    if (lane < HELD * UNIT_BYTES / 128) prefetch_global_L2(codes + lane * (128 - 16));
+  };
   // As the B operand has them: column g of each eight, of which a lane owns 16 of 64 rows. Columns past the last are copies
   // of it, and dropped at the end.
   uint4 x[HELD][NT][4];
@@ -829,10 +867,13 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
   } else {
     ask_x();
     if (!SHARED) load_first();
-    if (AHEAD && lane == 0 && rounds > 1) cp_async_bulk_prefetch_L2(codes, HELD * UNIT_BYTES);
+    if (AHEAD && rounds > 1) bring_to_L2();
   }
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < SLOTS; ++slot) mbarrier_init(empty + slot * 8, NT * WARP);
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      mbarrier_init(empty + slot * 8, NT * WARP);
+      mbarrier_init(full + slot * 8, cut.warps * WARP);
+    }
     fence_mbarrier_init();
   }
   const int pads = cut.parts - cut.warps;
@@ -865,41 +906,18 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     if (too_large) ask_x();
   }
   if constexpr (!SHARED)
-    if (!args.chained) load_tile(1);  // behind x, or that stands behind these words too
+    if (!args.chained) {
+      load_tile(1);  // behind x, or that stands behind these words too
+      if (AHEAD && rounds > 2) bring_to_L2();
+    }
   const float restore = too_large ? 0x1p126f : 0x1p126f / X_FACTOR;
   if (cut.cluster > 1) barrier_cluster_wait();
 
   const uint32_t column_bytes = cut.parts * WARP * 16, slot_bytes = NT * column_bytes;
-  const bool in_pairs = args.dtype == DTYPE_BF16 && args.bias == nullptr && (args.n | args.y_stride) % 2 == 0 &&
-                        reinterpret_cast<uint64_t>(args.y) % 4 == 0;
-  // Columns 2t and 2t + 1 of eight, of row g, then of row g + 8. By all lanes of a warp.
-  const auto store_four = [&](int tile, int j, const float (&y)[4]) {
-    const int n = tile * TILE_ROWS + g, column = j * 8 + 2 * t;
-    if (in_pairs) {  // lanes of two rows trade, so that each has both of one column
-      const bool odd = g % 2 != 0;
-      const int m = column + odd, row = n - odd;
-      const float other[2] = {__shfl_xor_sync(ALL_LANES, odd ? y[0] : y[1], 4), __shfl_xor_sync(ALL_LANES, odd ? y[2] : y[3], 4)};
-      bf16* const to = static_cast<bf16*>(args.y) + m * args.y_stride + row;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float first = odd ? other[c] : y[2 * c], second = odd ? y[2 * c + 1] : other[c];
-        if (m < args.m && row + c * 8 < args.n)
-          *reinterpret_cast<__nv_bfloat162*>(to + c * 8) = __floats2bfloat162_rn(first, second);
-      }
-      return;
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int row = n + c / 2 * 8;
-      if (row >= args.n || column + c % 2 >= args.m * terms || (terms == 2 && c % 2 == 1)) continue;
-      const float other = terms == 2 ? y[c | 1] : 0.0f;  // the second term of the same row of x
-      store_y(args, (column + c % 2) / terms, row, y[c] + other);
-    }
-  };
   // One warp adds up eight columns of a tile; where blocks share the columns, it sends the sums to the block that adds up those.
   const auto add_up = [&](int sum) {
     const int round = sum / NT, j = sum % NT, slot = round % SLOTS;
-    bar_sync(FULL + slot, cut.warps * WARP);
+    mbarrier_wait(full + slot * 8, round / SLOTS & 1);
     float y[4] = {};
     uint32_t from = slots + slot * slot_bytes + j * column_bytes + lane * 16;
 #pragma unroll 1
@@ -915,7 +933,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     }
     mbarrier_arrive(empty + slot * 8);
     if (cut.cluster == 1) {
-      store_four(cluster + round * cut.clusters, j, y);
+      store_four(args, cluster + round * cut.clusters, j, lane, y);
     } else {
       const uint32_t to = owned + ((((round >> cut.cluster_bits) << cut.cluster_bits) + rank) * NT + j) * WARP * 16 + lane * 16;
       st_shared_cluster_v4_f32(mapa_shared_cluster(to, round & (cut.cluster - 1)), make_float4(y[0], y[1], y[2], y[3]));
@@ -962,7 +980,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
     for (int j = 0; j < NT; ++j)
       st_shared_v4_u32(to + slot * slot_bytes + j * column_bytes, make_uint4(__float_as_uint(y[j][0]), __float_as_uint(y[j][1]),
                                                                             __float_as_uint(y[j][2]), __float_as_uint(y[j][3])));
-    if (next_sum / NT != round) bar_arrive(FULL + slot, cut.warps * WARP);  // who adds this tile up comes when it does
+    mbarrier_arrive(full + slot * 8);
     if (round - LAG == next_sum / NT) {
       add_up(next_sum);
       next_sum += cut.warps;
@@ -997,7 +1015,7 @@ __global__ void __launch_bounds__(REG_WARPS* WARP, 1)
       y[0] += __uint_as_float(more.x), y[1] += __uint_as_float(more.y);
       y[2] += __uint_as_float(more.z), y[3] += __uint_as_float(more.w);
     }
-    store_four(cluster + round * cut.clusters, i / WARP % NT, y);
+    store_four(args, cluster + round * cut.clusters, i / WARP % NT, lane, y);
   }
 }
 

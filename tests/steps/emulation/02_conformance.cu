@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(WARP) conformance(const ConformanceArgs args) 
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   cp_async_bulk_prefetch_L2(args.in, 16);
+  prefetch_global_L2(args.in);
   // The comments are read by the tests: name, words in, words out, of a lane.
   switch (args.wrapper) {
     case 0:  // prmt 3 -> 1
@@ -308,12 +309,13 @@ __global__ void __launch_bounds__(WARP) conformance(const ConformanceArgs args) 
         out[2] = four.x, out[3] = four.y, out[4] = four.z, out[5] = four.w;
       }
       break;
-    case 38:  // global_words 8 -> 9
+    case 38:  // global_words 8 -> 13
       {
         const uint4 plain = ld_global_v4_u32(in), relaxed = ld_relaxed_gpu_v4_u32(in + 4);
         out[0] = plain.x, out[1] = plain.y, out[2] = plain.z, out[3] = plain.w;
         out[4] = relaxed.x, out[5] = relaxed.y, out[6] = relaxed.z, out[7] = relaxed.w;
         st_relaxed_gpu_u16(out + 8, static_cast<uint16_t>(in[0]));
+        put(out + 9, ld_global_no_allocate_v4_u32(in + 4));
       }
       break;
 #if HAS_E2M1
