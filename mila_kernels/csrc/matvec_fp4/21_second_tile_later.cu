@@ -44,7 +44,7 @@
 //   without asking whether there is such a tile, in the same run, 16.85 and 17.0: where the assembler puts the loads. The
 //   sums of a slot by named barriers, in place of a second mbarrier, take as long, but racecheck reports them from the
 //   slot's second turn on. A block's tiles side by side 17.15, a sum four tiles later with six slots 17.3, x behind the
-//   first words 17.0, 136 registers the same.
+//   first words 17.0, 136 registers the same. Recorded: 16.5 to 16.7 with 4 rows, 16.75 with 8.
 // Verdict: Kept: 3 to 8% with 8 rows, up to 3 with 16. 16.8 on gate_up with 4 rows is met; short of 19 with 16, and of
 //   11.5 on fc_down.
 // Rows: 3

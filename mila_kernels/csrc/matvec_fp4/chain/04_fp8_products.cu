@@ -1,24 +1,27 @@
-// Change: products on the FP8 tensor cores, exactly. E2M1 placed in a byte is E4M3, and x is a sum of three E5M2, which are
-//   three columns of a wgmma. A warpgroup has one tile of 16 rows and four slices of its K, a warp each; x of a chunk lies
-//   in shared memory as the warpgroup's b. Twelve halves of a tile in the ring.
-// Prediction: decoding takes half the instructions and no x is loaded, so that a warp's path is two thirds of the memory's
-//   time instead of as long. A block then catches up behind a border, and with a ring of 200 KB the memory goes on while x
-//   is waited for: 93% of reading.
-// Measured: H200, 2026-11-30, the 192 FP4 matvecs of 48 layers, reading at 4,535 GB/s, with 02 by turns (in brackets): 1,312
-//   to 1,320 us (1,472 to 1,477): 93.9 to 94.5% (84.0%). With the FP8 lm_head, 232 us alone, 1,540 to 1,548 us (1,692 to
-//   1,697): 94.9% (86.4%). Without the ring and without waiting for x a warp's path is 970 us. Prototypes, in runs where 02
-//   took 1,457 to 1,519: x in an order in which threads that store it meet in their banks, between two barriers, 1,508 to
-//   1,530, as 970 clocks went to placing a chunk of it; then, with three halves on their way, 1,356, two 1,427, four 1,411,
-//   five 1,455, though without waiting for x four take 1,282 and three 1,313. Fewer on their way near borders only 1,385 to
-//   1,403, quarters of a tile 1,538 to 1,586, a warp of its own that asks for scales 1,349 where the rest took 1,359. A
-//   chunk of x for two tiles at a time, or x fetched early where it is written by then, 1,339 where neither took 1,322. The
-//   next words in registers while the ones before are multiplied 1,599, and one lane that looks for its warp 1,947. Tiles
-//   that a block claims from a counter when it has asked for the one before 1,620. BF16 products on words in registers, two
-//   blocks a multiprocessor and no ring, 1,739 to 2,000, without waiting 1,517. The lm_head as a programmatic dependent
-//   launch that loads its first weights before it waits 1,545 to 1,549 where it took 1,542 without.
-// Verdict: Kept: 11% less than 02, and the 93% that 01 was made for. A border still costs x's way from the slowest block to
-//   all others; the ring hides it now, because between borders a block multiplies faster than the memory reads. What is left
-//   is the memory with 50 KB a multiprocessor on their way, 94 to 96% without waiting; with more, x comes later.
+// Change: products on the FP8 tensor cores, exactly. E2M1 placed in a byte is E4M3, and x is a sum of three E5M2,
+//   which are three columns of a wgmma. A warpgroup has one tile of 16 rows and four slices of its K, a warp each; x
+//   of a chunk lies in shared memory as the warpgroup's b. Twelve halves of a tile in the ring.
+// Prediction: decoding takes half the instructions and no x is loaded, so that a warp's path is two thirds of the
+//   memory's time instead of as long. A block then catches up behind a border, and with a ring of 200 KB the memory
+//   goes on while x is waited for: 93% of reading.
+// Measured: H200, 2026-11-30, the 192 FP4 matvecs of 48 layers, reading at 4,535 GB/s, with 02 by turns (in
+//   brackets): 1,312 to 1,320 us (1,472 to 1,477): 93.9 to 94.5% (84.0%). With the FP8 lm_head, 232 us alone, 1,540
+//   to 1,548 us (1,692 to 1,697): 94.9% (86.4%); recorded 1,555 to 1,564, on machines that read at 4,563 to 4,567:
+//   92.9 to 93.4%. Without the ring and without waiting for x a warp's path is 970 us. Prototypes, in runs where 02
+//   took 1,457 to 1,519: x in an order in which threads that store it meet in their banks, between two barriers,
+//   1,508 to 1,530, as 970 clocks went to placing a chunk of it; then, with three halves on their way, 1,356, two
+//   1,427, four 1,411, five 1,455, though without waiting for x four take 1,282 and three 1,313. Fewer on their way
+//   near borders only 1,385 to 1,403, quarters of a tile 1,538 to 1,586, a warp of its own that asks for scales 1,349
+//   where the rest took 1,359. A chunk of x for two tiles at a time, or x fetched early where it is written by then,
+//   1,339 where neither took 1,322. The next words in registers while the ones before are multiplied 1,599, and one
+//   lane that looks for its warp 1,947. Tiles that a block claims from a counter when it has asked for the one before
+//   1,620. BF16 products on words in registers, two blocks a multiprocessor and no ring, 1,739 to 2,000, without
+//   waiting 1,517. The lm_head as a programmatic dependent launch that loads its first weights before it waits 1,545
+//   to 1,549 where it took 1,542 without.
+// Verdict: Kept: 11% less than 02, and the 93% that 01 was made for. A border still costs x's way from the slowest
+//   block to all others; the ring hides it now, because between borders a block multiplies faster than the memory
+//   reads. What is left is the memory with 50 KB a multiprocessor on their way, 94 to 96% without waiting; with more,
+//   x comes later.
 // Architectures: sm_90a
 #include "../../hopper.cuh"
 #include "../args.cuh"
