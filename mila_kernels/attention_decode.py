@@ -103,13 +103,13 @@ def decode(
         window = _check_ring(window, cache.capacity, q_len)
     splits = _check_splits(num_splits)
     rows = min(q_len * q_heads // cache.kv_heads, ROWS)
-    chosen = _resolve_step("decode", step, q, cache.keys, cache.values, rows=rows)
+    k, v = cache.keys, cache.values
+    chosen = _resolve_step("decode", step, q, k, v, rows=rows)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         cache.check(lengths)
     o, lse = _decode(
-        q, cache.keys, cache.values, lengths, getattr(cache, "page_table", None), sink, cache.k_scale, cache.v_scale,
-        cache.fault, chosen, isinstance(cache, RingCache), window, splits, _check_scale(scale, head_dim),
-        bool(return_lse),
+        q, k, v, lengths, getattr(cache, "page_table", None), sink, cache.k_scale, cache.v_scale, cache.fault, chosen,
+        isinstance(cache, RingCache), window, splits, _check_scale(scale, head_dim), bool(return_lse),
     )  # fmt: skip
     return (o, lse) if return_lse else o
 

@@ -46,7 +46,7 @@ class _Cache:
                 f"v: {self.v.dtype} {tuple(self.v.shape)} on {self.v.device} must equal k, "
                 f"{self.k.dtype} {tuple(self.k.shape)} on {self.k.device}"
             )
-        if self.keys.shape[2] < 1:
+        if self.kv_heads < 1:
             raise ValueError(f"k: shape {tuple(self.k.shape)} has no head")
         self.k_scale = self._scale("k_scale", self.k_scale)
         self.v_scale = self._scale("v_scale", self.v_scale)
@@ -76,7 +76,12 @@ class _Cache:
 
     @property
     def kv_heads(self) -> int:
-        return self.keys.shape[2]
+        return self.k.shape[2 if self.layout == "NHD" else 1]
+
+    @property
+    def _slots(self) -> int:
+        """Of a sequence, or of a page."""
+        return self.k.shape[1 if self.layout == "NHD" else 2]
 
     @property
     def head_dim(self) -> int:
@@ -89,7 +94,7 @@ class _Cache:
     @property
     def capacity(self) -> int:
         """Positions that fit a sequence (a ring: that are kept)."""
-        return self.keys.shape[1]
+        return self._slots
 
     def check(self, lengths: torch.Tensor | None = None) -> None:
         """Waits for the device and raises ValueError for what is wrong in ``lengths`` now, or what kernels have noted
@@ -238,7 +243,7 @@ class PagedCache(_Cache):
 
     @property
     def page_size(self) -> int:
-        return self.keys.shape[1]
+        return self._slots
 
     @property
     def pages(self) -> int:

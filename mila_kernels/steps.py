@@ -184,8 +184,7 @@ def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None
     the last; without ``rows`` of those for any number. ``misfit`` says why a step cannot run, or None. ValueError where
     the one asked for, or each, cannot."""
     if name is None:
-        best_first = sorted(steps(op), key=lambda s: (s.kept and _is_for(s, rows), s.order), reverse=True)
-        for candidate in best_first:
+        for candidate in _best_first(op, rows):
             if misfit(candidate) is None:
                 return candidate
         raise ValueError(f"{op}: no step fits: {misfit(steps(op)[0])}")
@@ -196,6 +195,14 @@ def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None
     if reason:
         raise ValueError(f"step: {chosen.id} does not fit: {reason}")
     return chosen
+
+
+def _best_first(op: str, rows: int | None) -> list[Step]:
+    """An op's steps as :func:`choose` goes through them. Worked out once: it is asked for at every call of the op."""
+    orders = _look().orders
+    if (op, rows) not in orders:
+        orders[op, rows] = sorted(steps(op), key=lambda s: (s.kept and _is_for(s, rows), s.order), reverse=True)
+    return orders[op, rows]
 
 
 def _is_for(s: Step, rows: int | None) -> bool:
@@ -326,19 +333,35 @@ def _html_cells(lines: list[str], index: int, end: int, css: str) -> str:
 
 
 _RECHECK_S = 0.5
-_known: dict[Path, tuple[float, dict[str, Step]]] = {}
 
 
-def _registry() -> dict[str, Step]:
-    """The steps by id, ops sorted, each op's in their order. The files are looked at no more than twice a second."""
+@dataclass(frozen=True)
+class _Look:
+    """What the files were when they were last looked at: the steps by id, and by (op, rows) those best first."""
+
+    at: float
+    found: dict[str, Step]
+    orders: dict[tuple[str, int | None], list[Step]]
+
+
+_known: dict[Path, _Look] = {}
+
+
+def _look() -> _Look:
+    """The files are looked at no more than twice a second."""
     now = time.monotonic()
-    checked, found = _known.get(paths.CSRC, (-_RECHECK_S, {}))
-    if now - checked >= _RECHECK_S:
+    known = _known.get(paths.CSRC)
+    if known is None or now - known.at >= _RECHECK_S:
         files = [path for path in paths.CSRC.glob("*/*.cu") if _FILE_NAME.fullmatch(path.name)]
         folders = sorted({path.parent for path in files})
         found = {s.id: s for folder in folders for s in _in_order(p for p in files if p.parent == folder)}
-        _known[paths.CSRC] = (now, found)
-    return found
+        known = _known[paths.CSRC] = _Look(now, found, {})
+    return known
+
+
+def _registry() -> dict[str, Step]:
+    """The steps by id, ops sorted, each op's in their order."""
+    return _look().found
 
 
 def forget() -> None:
