@@ -207,13 +207,12 @@ def _unfit(step: steps.Step, head_dim: int, dtype: torch.dtype, device: torch.de
 def _misaligned(step: steps.Step, *tensors: torch.Tensor) -> str | None:
     """Why a step cannot read q, k, v where they lie, or None."""
     for name, x in zip("qkv", tensors, strict=False):
-        offsets = [x.data_ptr() % step.alignment if x.numel() else 0]
-        offsets += [
-            stride * x.element_size() % step.alignment
-            for stride, n in zip(x.stride()[:3], x.shape, strict=False)
-            if n > 1
-        ]
-        if any(offsets):
+        sizes, strides, size = x.shape, x.stride(), x.element_size()
+        bits = x.data_ptr() if x.numel() else 0  # of the address and all strides: an alignment is a power of two
+        for dim in range(3):
+            if sizes[dim] > 1:
+                bits |= strides[dim] * size
+        if bits % step.alignment:
             return f"{name}: address and strides must be multiples of {step.alignment} bytes; pass {name}.contiguous()"
     return None
 

@@ -49,6 +49,10 @@ def _checked(function: Function, check: Function) -> Function:
     return both
 
 
+# What operators take. A tensor of a subclass has another type.
+_PLAIN = frozenset({torch.Tensor, torch.dtype, str, bool, int, float, type(None)})
+
+
 def _watched(args: Iterable[Any]) -> bool:
     """Whether anything must see the call as an operator: a compiler, a mode, a transform, a profiler, a subclass."""
     return (
@@ -56,5 +60,5 @@ def _watched(args: Iterable[Any]) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
-        or any(isinstance(x, torch.Tensor) and type(x) is not torch.Tensor for x in args)
+        or not _PLAIN.issuperset(map(type, args))
     )

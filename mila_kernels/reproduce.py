@@ -23,9 +23,10 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from .results import NotebookRow
 
 ALLOWED = {"device": ("auto", "cuda", "emulation"), "preset": ("quick", "full")}
 IMAGE_TYPES = ("image/svg+xml", "image/png")
+SILENT_S = 30.0  # a notebook that takes longer says how far it is, and again after as long
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -172,7 +174,7 @@ def reproduce(
         notebooks: folder to take notebooks from.
         timeout: seconds that one cell may take; none means no limit.
         say: called with each line of progress.
-        progress: papermill's bar of cells on stderr.
+        progress: papermill's bar of cells on stderr, in place of a line of progress every SILENT_S seconds.
 
     Raises:
         ParameterError, ValueError: a wrong name, parameter or folder, before anything is executed or written.
@@ -192,7 +194,7 @@ def reproduce(
                 )
                 continue
             say(f"[{number}/{len(chosen)}] {path.stem} ...")
-            outcome = _run_one(path, run_id, folder, taken[path], timeout, progress)
+            outcome = _run_one(path, run_id, folder, taken[path], timeout, None if progress else say)
             interrupted = outcome.error == "interrupted"
             outcomes.append(outcome)
             say(f"[{number}/{len(chosen)}] {_ending(outcome)}")
@@ -217,8 +219,10 @@ def _new_run(out: Path | None) -> tuple[str, Path]:
 
 
 def _run_one(
-    path: Path, run_id: str, folder: Path, given: dict[str, Any], timeout: int | None, progress: bool
-) -> NotebookRow:
+    path: Path, run_id: str, folder: Path, given: dict[str, Any], timeout: int | None,
+    say: Callable[[str], None] | None,
+) -> NotebookRow:  # fmt: skip
+    """Run a notebook, with lines of progress, or with papermill's bar where there is no ``say``."""
     import papermill
 
     target = folder / "notebooks" / path.name
@@ -226,17 +230,18 @@ def _run_one(
     begun = time.monotonic()
     error = ""
     try:
-        papermill.execute_notebook(
-            path,
-            target,
-            parameters=given,
-            kernel_name="python3",
-            language="python",
-            progress_bar=progress and {"desc": path.stem},
-            cwd=folder,
-            start_timeout=120,
-            execution_timeout=timeout,
-        )
+        with nullcontext() if say is None else _saying_how_far(target, _code_cells(path), say):
+            papermill.execute_notebook(
+                path,
+                target,
+                parameters=given,
+                kernel_name="python3",
+                language="python",
+                progress_bar=say is None and {"desc": path.stem},
+                cwd=folder,
+                start_timeout=120,
+                execution_timeout=timeout,
+            )
     except KeyboardInterrupt:
         error = "interrupted"
     except Exception as caught:
@@ -255,6 +260,27 @@ def _run_one(
     rows = "; ".join(f"{table} {count}" for table, count in _new_rows(before, _row_counts(folder)).items())
     status = "failed" if problem else "ok"
     return _outcome(run_id, path, status, seconds=seconds, cells_run=cells_run, cells=cells, rows=rows, error=problem)
+
+
+@contextmanager
+def _saying_how_far(target: Path, cells: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Meanwhile, a line every SILENT_S seconds, from the copy that papermill saves as a cell begins."""
+    begun, ended = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not ended.wait(SILENT_S):
+            with suppress(OSError, ValueError):  # not there yet, or being written
+                marks = [cell.get("metadata", {}).get("papermill", {}) for cell in _cells(target)]
+                done = sum(mark.get("status") == "completed" for mark in marks)
+                say(f"      {target.stem}: {done} of {cells} code cells, {time.monotonic() - begun:.0f} s")
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _judge(target: Path, error: str) -> tuple[int, int, str]:
@@ -337,10 +363,13 @@ def _ending(outcome: NotebookRow) -> str:
 
 
 def _code_cells(path: Path) -> int:
-    import nbformat
+    return len(_cells(path))
 
-    notebook = nbformat.read(path, as_version=4)
-    return sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
+
+def _cells(path: Path) -> list[dict[str, Any]]:
+    """The code cells that are not empty."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code" and "".join(cell["source"]).strip()]
 
 
 def _row_counts(folder: Path) -> dict[str, int]:

@@ -237,7 +237,7 @@ def from_file(path: Path, op: str | None = None) -> Step:
         spills=fields.get("Spills", ""),
         head_dims=tuple(_number(path, "Head dims", x) for x in _list(path, fields, "Head dims", map(str, HEAD_DIMS))),
         dtypes=_list(path, fields, "Dtypes", DTYPES),
-        alignment=_number(path, "Alignment", fields.get("Alignment", str(ALIGNMENT))),
+        alignment=_power_of_two(path, "Alignment", fields.get("Alignment", str(ALIGNMENT))),
         bound=_bound(path, fields["Bound"]) if "Bound" in fields else None,
         rows=_number(path, "Rows", fields.get("Rows", "1")),
         most_rows=_number(path, "Most rows", fields["Most rows"]) if "Most rows" in fields else None,
@@ -438,6 +438,13 @@ def _number(path: Path, key: str, text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError(f"{path}: '// {key}:' {text!r} must be a positive integer")
     return int(text)
+
+
+def _power_of_two(path: Path, key: str, text: str) -> int:
+    number = _number(path, key, text)
+    if number & (number - 1):
+        raise ValueError(f"{path}: '// {key}:' {number} must be a power of two")
+    return number
 
 
 def _bound(path: Path, text: str) -> float:

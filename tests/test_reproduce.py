@@ -75,6 +75,16 @@ def command(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Compl
     return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
+def test_a_long_notebook_says_how_far_it_is(
+    folder: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("01_first", ROW, "", "import time; time.sleep(3)")
+    monkeypatch.setattr(batch, "SILENT_S", 0.2)
+    said: list[str] = []
+    assert batch.reproduce(notebooks=folder, out=tmp_path / "out", say=said.append).outcomes[0].status == "ok"
+    assert any("01_first: 2 of 3 code cells, " in line for line in said[1:-1])
+
+
 # ---------------------------------------------------------------------------------------------- what goes in
 
 

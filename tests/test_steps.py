@@ -143,6 +143,7 @@ def test_the_first_lines_are_read(csrc: Path) -> None:
         ("", "'// Change: ...'"),
         (HEADER + "// Architectures: sm90\n", "'// Architectures:' 'sm90' must look like"),
         (HEADER + "// Head dims: many\n", "'many' must be a positive integer"),
+        (HEADER + "// Alignment: 12\n", "12 must be a power of two"),
         (HEADER + "// Dtypes: float\n", "'float' is not a dtype"),
         (HEADER.replace("Verdict: v.", "Verdict:"), "'// Verdict: ...'"),
     ],
