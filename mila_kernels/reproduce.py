@@ -230,7 +230,7 @@ def _run_one(
     begun = time.monotonic()
     error = ""
     try:
-        with nullcontext() if say is None else _saying_how_far(target, _code_cells(path), say):
+        with nullcontext() if say is None else _saying_how_far(target, say):
             papermill.execute_notebook(
                 path,
                 target,
@@ -263,7 +263,7 @@ def _run_one(
 
 
 @contextmanager
-def _saying_how_far(target: Path, cells: int, say: Callable[[str], None]) -> Iterator[None]:
+def _saying_how_far(target: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Meanwhile, a line every SILENT_S seconds, from the copy that papermill saves as a cell begins."""
     begun, ended = time.monotonic(), threading.Event()
 
@@ -272,7 +272,7 @@ def _saying_how_far(target: Path, cells: int, say: Callable[[str], None]) -> Ite
             with suppress(OSError, ValueError):  # not there yet, or being written
                 marks = [cell.get("metadata", {}).get("papermill", {}) for cell in _cells(target)]
                 done = sum(mark.get("status") == "completed" for mark in marks)
-                say(f"      {target.stem}: {done} of {cells} code cells, {time.monotonic() - begun:.0f} s")
+                say(f"      {target.stem}: {done} of {len(marks)} code cells, {time.monotonic() - begun:.0f} s")
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
