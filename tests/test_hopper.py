@@ -293,6 +293,7 @@ _REMOTE = (
     "st_shared_cluster_u32(",
     "st_shared_cluster_v4_f32(",
     "mbarrier_arrive_cluster(",
+    "mbarrier_arrive_shared_cluster(",
     "smem.words[thread] +",
 )
 _MULTICAST = ("cp_async_bulk_tensor_2d_multicast(",)

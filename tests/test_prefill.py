@@ -29,6 +29,11 @@ NAN, INF = math.nan, math.inf
 every_step = pytest.mark.parametrize("step", STEPS)
 
 
+def dim(step: str, head_dim: int) -> int:
+    """The head dim that a test asks for, or the next larger one that the step takes."""
+    return min(d for d in steps.step(step).head_dims if d >= head_dim)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """All steps, both ways, compiled side by side: the tests then find them in the cache."""
@@ -59,10 +64,11 @@ def assert_right(out: tuple[torch.Tensor, ...], ref: tuple[torch.Tensor, ...], d
 
 def check_random(
     step: str, device: torch.device, *, batch: int = 1, q_len: int, kv_len: int, q_heads: int = 2, kv_heads: int = 1,
-    head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, causal: bool = True, window: int | None = None,
+    head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, causal: bool = True, window: int | None = None,
     scale: float | None = None, seed: int = 0,
 ) -> None:  # fmt: skip
     """Against float64, as strided views with NaN around them, the outputs between guard zones."""
+    head_dim = dim(step, head_dim or 64)
     inputs = {
         "q": normal(batch, q_len, q_heads, head_dim, dtype=dtype, seed=seed, device=device),
         "k": normal(batch, kv_len, kv_heads, head_dim, dtype=dtype, seed=seed + 1, device=device),
@@ -79,9 +85,10 @@ def check_random(
 # ---- any shape ----
 
 
-@every_step
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("step", "head_dim"), [(step, d) for step in STEPS for d in HEAD_DIMS if d in steps.step(step).head_dims]
+)
 def test_every_head_dim_and_dtype(step, head_dim, dtype, device):
     check_random(step, device, q_len=19, kv_len=40, q_heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
 
@@ -112,7 +119,8 @@ def test_any_shape(step, device, q_len, kv_len, group, kv_heads, head_dim, windo
 @every_step
 def test_transposed_strides(step, device):
     """[batch, heads, tokens, head_dim] in memory, as torch's own attention has it."""
-    q, k, v = (normal(2, heads, n, 64, seed=heads + n, device=device) for heads, n in ((4, 33), (2, 50), (2, 50)))
+    d = dim(step, 64)
+    q, k, v = (normal(2, heads, n, d, seed=heads + n, device=device) for heads, n in ((4, 33), (2, 50), (2, 50)))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     assert_right(prefill(q, k, v, step=step, return_lse=True), reference.attention(q, k, v), torch.bfloat16)
 
@@ -132,8 +140,7 @@ def test_mean_of_a_chunk(step, device):
 @every_step
 @pytest.mark.parametrize("cut", [(128, 72), (64, 64, 72), (199, 1), (1,) * 200], ids=lambda cut: f"{len(cut)}x{cut[0]}")
 def test_a_prompt_in_chunks(step, cut, device):
-    q, k, v = normal(1, 200, 1, 64, device=device), normal(1, 200, 1, 64, seed=1), normal(1, 200, 1, 64, seed=2)
-    k, v = k.to(device), v.to(device)
+    q, k, v = (normal(1, 200, 1, dim(step, 64), seed=seed, device=device) for seed in range(3))
     whole, whole_lse = prefill(q, k, v, step=step, return_lse=True)
     ends = torch.tensor(cut).cumsum(0).tolist()
     parts = [
@@ -148,12 +155,12 @@ def test_a_prompt_in_chunks(step, cut, device):
 @every_step
 @pytest.mark.parametrize(("q_len", "window"), [(200, None), (72, None), (200, 33)])
 def test_mask_of_every_row(step, q_len, window, device):
-    kv_len = 200
-    v = torch.eye(kv_len, 256, dtype=torch.bfloat16, device=device).view(1, kv_len, 1, 256)
-    q, k = zeros(q_len, 256, device), normal(1, kv_len, 1, 256, device=device)
+    kv_len, d = 200, dim(step, 256)
+    v = torch.eye(kv_len, d, dtype=torch.bfloat16, device=device).view(1, kv_len, 1, d)
+    q, k = zeros(q_len, d, device), normal(1, kv_len, 1, d, device=device)
     o, lse = prefill(q, k, v, step=step, window=window, return_lse=True)
     position = torch.arange(kv_len - q_len, kv_len).view(-1, 1)
-    key = torch.arange(256).view(1, -1)
+    key = torch.arange(d).view(1, -1)
     seen = (key <= position) & (key > position - (window or kv_len))
     assert torch.equal(o[0, :, 0].cpu() != 0, seen)
     torch.testing.assert_close(lse[0, 0].cpu(), seen.sum(1).float().log(), atol=2e-6, rtol=1e-6)
@@ -165,9 +172,9 @@ def test_mask_of_every_row(step, q_len, window, device):
 @every_step
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_keys_that_no_query_sees(step, value, device):
-    q_len, kv_len, window = 20, 90, 16
+    q_len, kv_len, window, d = 20, 90, 16, dim(step, 128)
     dead = kv_len - q_len - window + 1
-    q, k, v = normal(1, q_len, 2, 128), normal(1, kv_len, 1, 128, seed=1), normal(1, kv_len, 1, 128, seed=2)
+    q, k, v = normal(1, q_len, 2, d), normal(1, kv_len, 1, d, seed=1), normal(1, kv_len, 1, d, seed=2)
     k[:, :dead], v[:, :dead] = 0.0, 0.0
     q, k, v = (x.to(device) for x in (q, k, v))
     clean = prefill(q, k, v, step=step, window=window, return_lse=True)
@@ -184,7 +191,7 @@ def test_keys_that_no_query_sees(step, value, device):
 @every_step
 def test_nan_in_a_live_key_is_not_hidden(step, device):
     for spoiled in range(2):
-        q, k, v = normal(1, 3, 1, 64), normal(1, 40, 1, 64, seed=1), normal(1, 40, 1, 64, seed=2)
+        q, k, v = (normal(1, n, 1, dim(step, 64), seed=seed) for seed, n in enumerate((3, 40, 40)))
         (k, v)[spoiled][0, 36] = NAN
         o = prefill(q.to(device), k.to(device), v.to(device), step=step)
         assert bool(o.isnan().all())
@@ -195,8 +202,9 @@ def test_nan_in_a_live_key_is_not_hidden(step, device):
 
 @every_step
 def test_the_current_key_counts(step, device):
+    d = dim(step, 256)
     o, lse = prefill(
-        zeros(10, 256, device), normal(1, 10, 1, 256, device=device), indices(10, 256, device),
+        zeros(10, d, device), normal(1, 10, 1, d, device=device), indices(10, d, device),
         window=4, step=step, return_lse=True,
     )  # fmt: skip
     assert bool((o[0, -1] == 7.5).all())
@@ -206,7 +214,7 @@ def test_the_current_key_counts(step, device):
 @every_step
 @pytest.mark.parametrize(("length", "seen"), [(5, 5), (1023, 1023), (1024, 1024), (1025, 1024)])
 def test_a_window_of_1024(step, length, seen, device):
-    q, k = zeros(2, 64, device), normal(1, length, 1, 64, device=device)
+    q, k = zeros(2, dim(step, 64), device), normal(1, length, 1, dim(step, 64), device=device)
     _, lse = prefill(q, k, k, window=1024, step=step, return_lse=True)
     assert lse[0, 0, -1].exp().item() == pytest.approx(seen, rel=1e-5)
 
@@ -214,14 +222,14 @@ def test_a_window_of_1024(step, length, seen, device):
 @every_step
 @pytest.mark.parametrize("window", [33, 10**9])
 def test_a_window_that_holds_everything(step, window, device):
-    q, k, v = (normal(1, n, 1, 64, seed=n, device=device) for n in (20, 33, 33))
+    q, k, v = (normal(1, n, 1, dim(step, 64), seed=n, device=device) for n in (20, 33, 33))
     assert torch.equal(prefill(q, k, v, window=window, step=step), prefill(q, k, v, step=step))
 
 
 @every_step
 @pytest.mark.parametrize("window", [0, -1])
 def test_no_window_is_not_zero(step, window):
-    x = normal(1, 4, 1, 64)
+    x = normal(1, 4, 1, dim(step, 64))
     with pytest.raises(ValueError, match=rf"window: {window} must be positive"):
         prefill(x, x, x, window=window, step=step)
 
@@ -240,17 +248,18 @@ def test_more_queries_than_keys(step, device):
 
 @every_step
 def test_no_keys_and_no_queries(step, device):
-    none, some = zeros(0, 128, device), normal(1, 20, 1, 128, device=device)
+    d = dim(step, 128)
+    none, some = zeros(0, d, device), normal(1, 20, 1, d, device=device)
     o, lse = prefill(some, none, none, step=step, return_lse=True)
     assert bool((o == 0).all()) and bool((lse == -INF).all())
     o, lse = prefill(none, some, some, step=step, return_lse=True)
-    assert o.shape == (1, 0, 1, 128) and lse.shape == (1, 1, 0)
+    assert o.shape == (1, 0, 1, d) and lse.shape == (1, 1, 0)
 
 
 @every_step
 def test_a_tile_of_empty_rows(step, device):
-    k, v = (normal(1, 3, 1, 64, seed=seed, device=device) for seed in (1, 2))
-    q = normal(1, 200, 1, 64, device=device)
+    k, v = (normal(1, 3, 1, dim(step, 64), seed=seed, device=device) for seed in (1, 2))
+    q = normal(1, 200, 1, dim(step, 64), device=device)
     o, lse = prefill(q, k, v, step=step, return_lse=True)
     assert bool((o[:, :197] == 0).all()) and bool((lse[:, :, :197] == -INF).all())
     assert_right((o, lse), reference.attention(q, k, v), torch.bfloat16)

@@ -533,6 +533,15 @@ DEVICE void mbarrier_arrive_cluster(uint32_t barrier MK_SITE) {
 #endif
 }
 
+// The same without the fence: it tells that the block has read what it was given, so that more may be sent.
+DEVICE void mbarrier_arrive_shared_cluster(uint32_t barrier MK_SITE) {
+#ifdef __CUDACC__
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#else
+  emu::mbarrier_arrive_cluster(barrier, site);
+#endif
+}
+
 // mbarrier_wait for arrivals of other blocks: what they came after can be seen then, in their shared memory too.
 DEVICE void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity MK_SITE) {
 #ifdef __CUDACC__

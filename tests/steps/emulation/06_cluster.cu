@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ CUte
   if (thread == 0) {
     mbarrier_init(full, 1);
     mbarrier_init(empty, BLOCKS * THREADS);
-    mbarrier_init(smem_u32(&smem.arrived), 1);
+    mbarrier_init(smem_u32(&smem.arrived), BLOCKS);
     fence_mbarrier_init();
     cp_async_bulk_prefetch_tensor_5d_L2(&blocks_map, 0, 0, 0, 0, blockIdx.x);  // of use to nobody here, and no harm
   }
@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(THREADS) exchange(const __grid_constant__ CUte
   for (int i = 0; i < COLUMNS / 2; ++i) out[thread * 16 + i] = sum[i];
   out += BLOCKS * ROWS * COLUMNS;
 
+  if (thread == 0) mbarrier_arrive_shared_cluster(mapa_shared_cluster(smem_u32(&smem.arrived), other));
   // Words to the other block, by stores and by a copy.
   const uint32_t word = smem_u32(&smem.words[thread % COLUMNS]);
   if (thread < COLUMNS / 2) st_shared_cluster_u32(mapa_shared_cluster(word, other), rank * 100 + thread);
