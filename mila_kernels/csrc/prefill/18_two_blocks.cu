@@ -31,7 +31,7 @@ constexpr int SCORES_REGISTERS = 96, SUMS_REGISTERS = 160;
 constexpr int SLACK = 8;                 // P reaches 2^SLACK before a row's exponent is raised
 constexpr int64_t L2_BYTES = 24 << 20;   // of K and V, to be read again from L2
 constexpr float LOG2E = 1.4426950408889634f;
-enum Barrier { SCORES_BARRIER = 1, SUMS_BARRIER = SCORES_BARRIER + HALVES, BOTH_SUMS_BARRIER = SUMS_BARRIER + HALVES };
+enum Barrier { SCORES_BARRIER = 1, SUMS_BARRIER = SCORES_BARRIER + HALVES };
 
 struct Smem {
   uint16_t q[HS / 64][Br][64];           // rows of 128 bytes, under the 128-byte swizzle, as all that follows
@@ -44,7 +44,7 @@ struct Smem {
   float agreed[HALVES][64];              // the exponent of O
   float sum[BLOCKS][HALVES][64];
   uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-  uint64_t p_full[HALVES], p_empty[HALVES], sent[HALVES];
+  uint64_t p_full[HALVES], p_empty[HALVES], sent[HALVES], cleared;
 };
 
 // The rows of a cluster: `heads` of the query heads that share a KV head, and as many tokens as fill them.
@@ -224,15 +224,20 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
 #pragma unroll
     for (int h = 0; h < 2; ++h) agreed[h] = smem.agreed[half][warp * 16 + g + 8 * h];
     fence_proxy_async_shared();
+    __syncwarp();
     bar_sync(SCORES_BARRIER + half, WARPGROUP);
+    const uint32_t full = smem_u32(&smem.p_full[half]);
     if (threadIdx.x % WARPGROUP == 0) {
-      const uint32_t full = smem_u32(&smem.p_full[half]), there = mapa_shared_cluster(full, other);
+      const uint32_t there = mapa_shared_cluster(full, other);
       cp_async_bulk_s2s(mapa_shared_cluster(smem_u32(smem.p[1][half]), other), smem_u32(smem.p[0][half]),
                         sizeof(smem.p[0][0]), there);
       cp_async_bulk_s2s(mapa_shared_cluster(smem_u32(smem.exponent[1][half]), other), smem_u32(smem.exponent[0][half]),
                         sizeof(smem.exponent[0][0]), there);
       mbarrier_arrive_expect_tx(full, sizeof(smem.p[0][0]) + sizeof(smem.exponent[0][0]));
+    } else {
+      mbarrier_arrive(full);  // each lane says that it has read what was agreed on
     }
+    __syncwarp();
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -244,6 +249,7 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
       st_shared_cluster_u32(mapa_shared_cluster(smem_u32(&smem.sum[1][half][at]), other), __float_as_uint(sum[h]));
     }
   }
+  __syncwarp();
   barrier_cluster_arrive();
   barrier_cluster_wait();
   if (!args.lse) return;
@@ -257,6 +263,7 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
       st_shared_cluster_u32(there, __float_as_uint(exact[h]));
       st_shared_cluster_u32(there + 4, __float_as_uint(exponent[h]));
     }
+  __syncwarp();
   barrier_cluster_arrive();
   barrier_cluster_wait();
   if (rank == 0 && t == 0)
@@ -324,12 +331,14 @@ DEVICE void sum_values(Smem& smem, const Loads& loads, float (&o)[2][64], int en
       const float agreed = raised(at);
       if (lane == 0) mbarrier_arrive_shared_cluster(mapa_shared_cluster(smem_u32(&smem.sent[half]), rank ^ 1));
       mbarrier_wait(smem_u32(&smem.sent[half]), unequal++ & 1);  // the other has what this block's P is copied from
+      __syncwarp();
       bar_sync(SUMS_BARRIER + half, WARPGROUP);                  // all have read the exponents
       for (int source = 0; source < BLOCKS; ++source)
         scale_p<T>(smem.p[source][half][at], exp2_of_difference(smem.exponent[source][half][at], agreed),
                    lane % 2 * 4);
       if (lane % 2 == 0) smem.agreed[half][at] = agreed;
       fence_proxy_async_shared();
+      __syncwarp();
       bar_sync(SUMS_BARRIER + half, WARPGROUP);
     }
 
@@ -344,7 +353,9 @@ DEVICE void sum_values(Smem& smem, const Loads& loads, float (&o)[2][64], int en
             reinterpret_cast<uint4*>(smem.stages[stage].v[piece / 8][row])[piece % 8] = {};
       }
       fence_proxy_async_shared();
-      bar_sync(BOTH_SUMS_BARRIER, SUMS);
+      mbarrier_arrive(smem_u32(&smem.cleared));
+      mbarrier_wait(smem_u32(&smem.cleared), 0);  // only the last tile can come here
+      __syncwarp();
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -369,10 +380,10 @@ DEVICE void sum_values(Smem& smem, const Loads& loads, float (&o)[2][64], int en
       }
     }
     wgmma_wait_group<0>();
-    __syncwarp();  // all lanes have read the exponents
+    mbarrier_arrive(p_empty);  // each lane says that it has read the exponents
+    __syncwarp();
     if (lane == 0) {
       mbarrier_arrive(smem_u32(&smem.v_empty[STAGES - 1]));
-      mbarrier_arrive(p_empty);
       mbarrier_arrive_shared_cluster(p_empty_there);
     }
     if (loader) {
@@ -429,6 +440,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   if (threadIdx.x == 0) {
     mbarrier_init(smem_u32(&smem.q_full), 1);
+    mbarrier_init(smem_u32(&smem.cleared), SUMS);
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(smem_u32(&smem.k_full[i]), 1);
       mbarrier_init(smem_u32(&smem.v_full[i]), 1);
@@ -436,8 +448,8 @@ __global__ void __launch_bounds__(THREADS, 1)
       mbarrier_init(smem_u32(&smem.v_empty[i]), SUMS / WARP);
     }
     for (int half = 0; half < HALVES; ++half) {
-      mbarrier_init(smem_u32(&smem.p_full[half]), 1);
-      mbarrier_init(smem_u32(&smem.p_empty[half]), BLOCKS * WARPGROUP / WARP);
+      mbarrier_init(smem_u32(&smem.p_full[half]), WARPGROUP);
+      mbarrier_init(smem_u32(&smem.p_empty[half]), WARPGROUP + WARPGROUP / WARP);
       mbarrier_init(smem_u32(&smem.sent[half]), WARPGROUP / WARP);
     }
     fence_mbarrier_init();
@@ -447,6 +459,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     smem.exponent[0][i / 64][i % 64] = smem.exponent[1][i / 64][i % 64] = -INFINITY;
   }
   fence_proxy_async_shared();  // the other block's copies come over the exponents
+  __syncwarp();
   barrier_cluster_arrive();
   barrier_cluster_wait();
 
@@ -475,6 +488,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     barrier_cluster_wait();  // nobody needs Q, or anything of the other block, any more
     if (args.lse) barrier_cluster_arrive();
     store<T>(smem, args, rows, o, rank, warpgroup - HALVES);
+    __syncwarp();
     if (args.lse) barrier_cluster_wait();
   }
 }
