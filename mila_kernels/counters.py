@@ -116,7 +116,8 @@ def profile(
     """Counters of steps on workloads, a list a call, clocks left as they are, caches flushed before each pass by ncu.
 
     Of a workload of several parts the last is taken, its longest. Several kernels of one call give one figure: the mean
-    of sums and sizes, the mean weighted by duration of everything else. Fewer of ncu's ``sections`` take less time.
+    of sums, the longest kernel's registers and sizes, the mean weighted by duration of everything else. Fewer of ncu's
+    ``sections`` take less time.
     Raises ProfileError.
     """
     ncu = find_ncu()
@@ -184,8 +185,11 @@ def combine(launches: Sequence[dict[str, Counter]]) -> list[Counter]:
     for metric, first in launches[0].items():
         if not all(metric in launch for launch in launches):
             continue
-        alike = _ADDITIVE.search(metric) or metric.startswith("launch__")
-        scale: list[float] = ones if alike else weights
+        if metric.startswith("launch__"):  # a mean of two kernels' registers is neither's
+            longest = max(range(len(launches)), key=weights.__getitem__)
+            combined.append(launches[longest][metric])
+            continue
+        scale: list[float] = ones if _ADDITIVE.search(metric) else weights
         total = sum(launch[metric].value * weight for launch, weight in zip(launches, scale, strict=True))
         combined.append(Counter(metric, total / sum(scale), first.unit))
     return combined

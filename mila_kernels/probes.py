@@ -2,6 +2,9 @@
 
 With q = 0 every key that is seen has the same weight. COUNT: exp(LSE) is how many there are. MEAN: V[j] = j, and the
 output is the mean position seen. MASK: V[j] = one-hot(j), and the columns that are not zero are the keys seen.
+
+With random values two runs of a step must agree. POISON: NaN, in K, in V, in both, wherever no query sees a key, gives
+bit for bit what zeros there give. CHUNKS: a prompt cut in four ways gives what it gives whole, but for the rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from .steps import Step
 MEAN_LENGTH = 256  # BF16 holds every integer up to here
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # half a unit in the last place of the output
 SEED = 0  # of the keys, which no right answer depends on
+PROBES = ("count", "mean", "mask", "poison", "chunks")
+CUTS = ((128, 72), (64, 64, 72), (199, 1), (1,) * 200)  # of a prompt of 200 tokens
 COUNT_BOUND = 1e-5  # of a logarithm in FP32; one key of 16,384 more or less is 6e-5
 
 
@@ -35,7 +40,22 @@ def kinds(w: Workload) -> list[str]:
     if not w.is_attention:
         return []
     exact = w.kv_dtype in ("", w.dtype) and 0 < w.kv_len <= MEAN_LENGTH
-    return ["count", *(["mean"] if exact else []), *(["mask"] if 0 < w.kv_len <= w.head_dim else [])]
+    counting = ["count", *(["mean"] if exact else []), *(["mask"] if 0 < w.kv_len <= w.head_dim else [])]
+    chunks = w.op == "prefill" and w.mask == "causal" and not w.window and w.q_len == w.kv_len == sum(CUTS[0])
+    return [*counting, *(["poison"] if _has_dead(w) else []), *(["chunks"] if chunks else [])]
+
+
+def is_probe(shape: str) -> bool:
+    """Whether a parity row's shape is a probe's: its errors are not those of random inputs."""
+    return shape.rpartition(" ")[2] in PROBES
+
+
+def _has_dead(w: Workload) -> bool:
+    """Whether some slot of K and V is seen by no query; a ring that was made for a workload has one if its text is
+    shorter, a pool always."""
+    if not w.kv_len or not w.q_len or not w.batch:
+        return False
+    return w.op == "decode" or (bool(w.window) and (w.op == "prefill_ring" or int(seen(w)[0][0]) > 0))
 
 
 def check(
@@ -53,6 +73,9 @@ def check(
 
 def _row(step: Step, w: Workload, kind: str, device: torch.device) -> ParityRow:
     op = ops.op(step.op)
+    if kind in ("poison", "chunks"):
+        verdict = _poison(step, w, device) if kind == "poison" else _chunks(step, w, device)
+        return _parity_row(step, w, kind, device, verdict)
     o, lse = op.run(step=step, **_inputs(w, kind, device))
     first, end = (bound.double().to(device) for bound in seen(w))
     count = end - first
@@ -65,11 +88,71 @@ def _row(step: Step, w: Workload, kind: str, device: torch.device) -> ParityRow:
             key = torch.arange(w.head_dim, device=device)
             right = ((key >= first[:, None]) & (key < end[:, None])) / count.clamp_min(1)[:, None]
         verdict = _verdict(o, right[:, None, :].expand(o.shape), ROUNDING[w.dtype])
+    return _parity_row(step, w, kind, device, verdict)
+
+
+def _parity_row(step: Step, w: Workload, kind: str, device: torch.device, verdict: Parity) -> ParityRow:
     return ParityRow(
         run_id="", op=step.op, step=step.name, source_sha=step.source_sha,
         backend="cuda" if device.type == "cuda" else "emulation", shape=f"{w.shape} {kind}", seed=SEED,
         **asdict(verdict),
     )  # fmt: skip
+
+
+def _poison(step: Step, w: Workload, device: torch.device) -> Parity:
+    """How many elements of O and the LSE, as bits, a NaN that nobody may read changes; none is right."""
+    op = ops.op(w.op)
+    inputs = op.make_inputs(w, SEED, device)
+    stores = _stores(w, inputs)
+    dead = torch.ones(stores[0].shape, dtype=torch.bool, device=device)
+    dead[_slots(w, inputs, torch.arange(int(seen(w)[0][0]), w.kv_len, device=device))] = False
+
+    def run(*poisoned: torch.Tensor) -> list[torch.Tensor]:
+        for store in stores:
+            nan = any(store is x for x in poisoned)
+            bits = store.view(torch.uint8) if store.dtype == torch.float8_e4m3fn else store
+            bits.masked_fill_(dead, (0x7F if bits.dtype == torch.uint8 else float("nan")) if nan else 0)
+        return [x.clone() for x in op.run(step=step, **inputs)]
+
+    clean = run()
+    wrong = elements = 0
+    for poisoned in ((stores[0],), (stores[1],), stores):
+        for a, b in zip(run(*poisoned), clean, strict=True):
+            wrong += int((a.view(torch.uint8) != b.view(torch.uint8)).view(*a.shape, -1).any(-1).sum())
+            elements += a.numel()
+    return Parity(rel_l2=wrong / max(elements, 1), max_abs=float(wrong), nonfinite=0, bound=0.0, passed=wrong == 0)
+
+
+def _chunks(step: Step, w: Workload, device: torch.device) -> Parity:
+    """The cut whose O differs most from the whole prompt's, over the rounding of both."""
+    op = ops.op(w.op)
+    inputs = op.make_inputs(w, SEED, device)
+    q, k, v = (inputs.pop(name) for name in "qkv")
+    whole = op.run(step=step, q=q, k=k, v=v, **inputs)[0].double()
+    worst = None
+    for cut in CUTS:
+        ends = torch.tensor(cut).cumsum(0).tolist()
+        parts = [
+            op.run(step=step, q=q[:, end - n : end], k=k[:, :end], v=v[:, :end], **inputs)[0]
+            for n, end in zip(cut, ends, strict=True)
+        ]
+        found = compare(torch.cat(parts, dim=1), whole, ROUNDING[w.dtype])
+        if worst is None or not found.passed or found.rel_l2 > worst.rel_l2:
+            worst = found
+    assert worst is not None
+    return worst
+
+
+def _stores(w: Workload, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where an operation's inputs keep K and V."""
+    return (inputs["cache"].keys, inputs["cache"].values) if w.op == "decode" else (inputs["k"], inputs["v"])
+
+
+def _slots(w: Workload, inputs: dict[str, Any], positions: torch.Tensor) -> Any:
+    """The index of positions of every sequence in a store."""
+    if w.op == "decode":
+        return inputs["cache"].slots(positions.expand(w.batch, -1))
+    return slice(None), positions % inputs["v"].shape[1]
 
 
 def _verdict(out: torch.Tensor, right: torch.Tensor, bound: float) -> Parity:
@@ -87,12 +170,7 @@ def _inputs(w: Workload, kind: str, device: torch.device) -> dict[str, Any]:
         return inputs
     live = torch.arange(int(seen(w)[0][0]), w.kv_len, device=device)
     values = torch.nn.functional.one_hot(live, w.head_dim) if kind == "mask" else live[:, None].expand(-1, w.head_dim)
-    if w.op == "decode":
-        store = inputs["cache"].values
-        at = inputs["cache"].slots(live.expand(w.batch, -1))
-    else:
-        store = inputs["v"]
-        at = (slice(None), live % store.shape[1])
+    store, at = _stores(w, inputs)[1], _slots(w, inputs, live)
     bits = store.view(torch.uint8) if store.dtype == torch.float8_e4m3fn else store
     bits[at] = values[None, :, None, :].to(store.dtype).view(bits.dtype).expand(w.batch, -1, w.kv_heads, -1)
     return inputs

@@ -207,7 +207,7 @@ def test_counters_are_read_from_ncu_and_combined_over_launches() -> None:
     found = {counter.metric: counter for counter in counters.combine(launches)}
     assert found["gpu__time_duration.sum"] == counters.Counter("gpu__time_duration.sum", 2000.0, "ns")
     assert found["dram__bytes_read.sum"].value == 20.0
-    assert found["launch__grid_size"].value == 192.0
+    assert found["launch__grid_size"].value == 256.0, "the longest kernel's, no mean"
     assert found["lts__t_sector_hit_rate.pct"].value == pytest.approx((80.5 * 1 + 90.5 * 3) / 4)
     assert found[STALL].value == 7.0
 
