@@ -308,7 +308,7 @@ def _check_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
         raise ValueError(f"{step.id}: {step.op} has no default shapes; give --shape or --workload")
     texts = (EDGE_SHAPES if args.edges else CHECK_SHAPES)[step.op]
     everything = [shapes.parse_shape(step.op, text) for text in texts]
-    fitting = [w for w in everything if w.dtype in step.dtypes and (not w.is_attention or w.head_dim in step.head_dims)]
+    fitting = [w for w in everything if w.fits(step)]
     if not fitting:
         raise ValueError(f"{step.id}: none of the default shapes fits it; give --shape or --workload")
     return fitting

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .bench import Cache
+    from .parity import Parity
     from .peers import Peer
 
 PRESETS = ("quick", "full")
@@ -243,7 +244,7 @@ class Session:
     # -- results are proved everywhere
 
     def check(self, names: Sequence[str], texts: Sequence[str]) -> pd.DataFrame:
-        """Compare steps with float64 on shapes, here and now; one row a step and shape, each written to the run.
+        """Compare steps with float64 on the shapes that they take, here and now; a row each, written to the run.
 
         Raises AssertionError naming the cases that failed, after all of them have run.
         """
@@ -254,13 +255,47 @@ class Session:
             rows = [
                 row
                 for step in chosen
-                for text in texts
-                for row in parity.check(step, shapes.parse_shape(step.op, text), self.seed, self.device, run)
+                for workload in (shapes.parse_shape(step.op, text) for text in texts)
+                if workload.fits(step)
+                for row in parity.check(step, workload, self.seed, self.device, run)
             ]
         failed = [f"{row.step} on {row.shape}: {row.rel_l2:.2e}" for row in rows if not row.passed]
         if failed:
             raise AssertionError(f"above the bound, or a guard zone written: {'; '.join(failed)}")
         return pd.DataFrame([asdict(row) for row in rows])
+
+    def check_last(self, names: Sequence[str], workload: Workload, queries: int = 256) -> pd.DataFrame:
+        """Errors of steps and peers on a workload too long for a float64 of all of it: those of its last ``queries``.
+
+        On a GPU each row is written to the run; elsewhere the recorded ones. Raises AssertionError as :meth:`check`.
+        """
+        from . import ops, parity
+
+        shape = f"{workload.shape} last {queries}"
+        if not self.live:
+            rows = results.table("parity", self.gpu)
+            known = [*(steps.step(name).name for name in names), *(peer.name for peer in peers_of([workload]))]
+            return rows[(rows["shape"] == shape) & rows["step"].isin(known)].drop_duplicates(["step"], keep="last")
+        entry = ops.op(workload.op)
+        inputs = entry.make_inputs(workload, self.seed, self.device)
+        truth = entry.reference(**{**inputs, "q": inputs["q"][:, -queries:]})[0]
+        bound = entry.bound(workload)
+        with self.run as run:
+            for step in map(steps.step, names):
+                found = parity.compare(entry.run(step=step, **inputs)[0][:, -queries:], truth, bound)
+                run.add(self._parity_row(workload.op, step.name, shape, found, step.source_sha))
+                assert found.passed, f"{step.name} on {shape}: {found}"
+            for peer in peers_of([workload]):
+                if peer.runs_on(self.device):
+                    found = parity.compare(peer.prepare(**inputs)()[:, -queries:], truth, 2 * bound)
+                    run.add(self._parity_row(workload.op, peer.name, shape, found))
+        return pd.DataFrame([asdict(row) for row in results.read(self.source, "parity") if row.shape == shape])
+
+    def _parity_row(self, op: str, step: str, shape: str, found: Parity, source_sha: str = "") -> results.ParityRow:
+        return results.ParityRow(
+            run_id="", op=op, step=step, source_sha=source_sha, backend="cuda", shape=shape, seed=self.seed,
+            **asdict(found),
+        )  # fmt: skip
 
     def check_peers(self, op: str, texts: Sequence[str]) -> pd.DataFrame:
         """The same comparison for an operation's peers, on the same inputs; on a GPU each row is written to the run.

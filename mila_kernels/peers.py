@@ -21,7 +21,7 @@ from .cache import ContiguousCache, PagedCache, RingCache
 from .linear import Fp4Weight, Fp8Weight
 from .shapes import Workload
 
-MASK_BYTES = 2 << 30  # scores above this do not fit beside everything else, so the pipeline is not offered
+SMALL_BYTES = 24 << 30  # what scores may take, with all that comes of them, where no GPU says what it has
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def _sdpa(
 
 
 def _scores_fit(w: Workload) -> bool:
-    return 2 * w.batch * w.q_heads * w.q_len * w.kv_len <= 4 * MASK_BYTES
+    """Scores, their softmax and a mask or a copy, in 16 bits, in the GPU's memory; in few GB where there is none."""
+    scores = 2 * w.batch * w.q_heads * w.q_len * w.kv_len
+    return 3 * scores <= (torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else SMALL_BYTES)
 
 
 def _one_length(lengths: torch.Tensor) -> int:

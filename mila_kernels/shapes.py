@@ -16,9 +16,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mila_kernels.paths import DATA
+
+if TYPE_CHECKING:
+    from mila_kernels.steps import Step
 
 ATTENTION_OPS = ("prefill", "prefill_ring", "decode")
 LINEAR_OPS = ("matvec_fp4", "matvec_fp8", "gemm_w4a8")
@@ -121,6 +124,10 @@ class Workload:
     def is_attention(self) -> bool:
         """True for attention shapes, False for weight matrices."""
         return not (self.n or self.k)
+
+    def fits(self, step: Step) -> bool:
+        """Whether a step takes the element type, and of attention the head dim."""
+        return self.dtype in step.dtypes and (not self.is_attention or self.head_dim in step.head_dims)
 
     @property
     def causal(self) -> bool:
