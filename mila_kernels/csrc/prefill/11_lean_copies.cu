@@ -3,6 +3,7 @@
 // Prediction: a copy of 16 bytes then costs about 4 instructions in place of 20, and a thread starts 32 of them a
 //   tile, 1,300 issue slots of a scheduler where the products need 3,300 cycles. A fifth faster.
 // Measured: H200, 2026-11-29, prefill/published-instance: 0.327 ms, 1.30 times faster; N 8192: 4.89 ms, 225 TFLOP/s.
+//   ncu: a third fewer instructions (2.1e8 of 3.1e8), the tensor pipe 38% busy in place of 29%.
 // Verdict: Kept. A little more than predicted: the branch around every copy had also kept the compiler from starting
 //   the next.
 // Architectures: sm_90a sm_100a

@@ -3,7 +3,7 @@
 // Prediction: an mma then needs 256 bytes of fragments in place of 384, 128 KB less of the 512 KB that a tile of 64
 //   keys moves out of shared memory at head dim 512, for 32 KB of exchange and one more barrier: a tenth faster.
 // Measured: H200, 2026-11-29, prefill/published-instance: 0.274 ms, 1.11 times faster; N 8192: 3.84 ms, 287 TFLOP/s.
-//   mma.sync alone, operands in registers, in another run: 633 TFLOP/s. ncu: shared memory throughput 50%, issue slots
+//   mma.sync alone, operands in registers, by hand: 633 TFLOP/s. ncu: shared memory throughput 50%, issue slots
 //   33%, 0.43 warps eligible a clock.
 // Verdict: Kept, the fastest step on mma.sync. As predicted. What limits it: products, softmax and barriers take turns
 //   on one block an SM. At N 8192 no stage alone is it: without copies 21% of the time goes, without scores 28%, without
