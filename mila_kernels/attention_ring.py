@@ -39,9 +39,10 @@ def largest_chunk(capacity: int, window: int) -> int:
     """The most tokens that may be appended to a ring at once and still find, each, the ``window`` keys it sees.
 
     The chunk's last token overwrites the slot of the token ``capacity`` before it, and the chunk's first token sees
-    ``window - 1`` tokens before itself: ``capacity - window + 1``, or 0 where the ring is smaller than the window.
+    ``window - 1`` tokens before itself: ``capacity - window + 1``, or 0 where the ring is smaller than the window. It
+    is never more than ``capacity``: of more tokens the last would overwrite the chunk's own first.
     """
-    return max(0, capacity - window + 1)
+    return min(capacity, max(0, capacity - window + 1))
 
 
 def prefill_ring(
@@ -62,8 +63,13 @@ def prefill_ring(
         cache: position p in slot ``p % capacity``, in ``q``'s dtype. Slots that no query sees are not read.
         lengths: int32 ``[batch]`` on ``q``'s device: the tokens of each sequence so far. Read on the device.
         step: an optimisation step (``"prefill_ring/02_row_split"``); None: the fastest that fits device and shape.
+            A step takes the head dims in its ``head_dims``: 512 needs one that splits the columns of O over warps, as
+            ``01_hs_split`` does, since a warp that owns 16 rows would need 256 registers a thread for O alone.
         window: the number of keys a query sees, its own included; None: as many as the ring keeps for all of them,
-            ``capacity - q_len + 1``. ``q_len`` is at most :func:`largest_chunk` of capacity and window.
+            ``capacity - q_len + 1``, which is the whole text where a ring has room for it and ``q_len - 1`` tokens
+            more. ``q_len`` is at most :func:`largest_chunk` of capacity and window. So a window above ``capacity`` is
+            refused, also where the text is shorter: lengths are on the device, and of a longer one the keys that such
+            a window promises would be missing without a word.
         scale: factor of the scores; None: ``1 / sqrt(head_dim)``. Gemma 4 uses 1.0.
         return_lse: also return ``ln(sum(exp(score)))``, float32 ``[batch, q_heads, q_len]``.
 
@@ -82,6 +88,10 @@ def prefill_ring(
     batch, q_len, q_heads, head_dim = q.shape
     check_queries(cache, q, (RingCache,), (q.dtype,))
     check_lengths(lengths, batch, q.device)
+    if q_len > cache.capacity:
+        raise ValueError(
+            f"q: q_len {q_len} is above {cache.capacity}, the ring's capacity: its last tokens overwrite its first ones"
+        )
     window = _check_window(window) or largest_chunk(cache.capacity, max(q_len, 1))
     most = largest_chunk(cache.capacity, window)
     if q_len > most:

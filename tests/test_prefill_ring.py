@@ -99,12 +99,13 @@ def test_any_finite_scale(step, scale, device):
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.integers(0, 130), window=st.integers(1, 90), spare=st.integers(0, 70), group=st.integers(1, 5),
-    kv_heads=st.integers(1, 3), head_dim=st.sampled_from((64, 128)), batch=st.integers(0, 2),
+    kv_heads=st.integers(1, 3), head_dim=st.sampled_from((64, 64, 128, 128, 256, 512)), batch=st.integers(0, 2),
     dtype=st.sampled_from(list(BOUNDS)), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_prompt_through_any_ring(
     step, device, tokens, window, spare, group, kv_heads, head_dim, batch, dtype, seed
 ):
+    head_dim = min(steps.step(step).head_dims, key=lambda taken: abs(taken - head_dim))
     q, k, v = prompt(tokens, batch=batch, q_heads=group * kv_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
                      seed=seed, device=device)  # fmt: skip
     lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -206,6 +207,7 @@ def test_the_largest_chunk_loses_no_key(step, chunk, device):
 def test_one_token_more_than_the_largest_chunk_would_lose_a_key():
     window, capacity = 31, 63
     assert largest_chunk(capacity, window) == 33 and largest_chunk(30, 31) == 0
+    assert [largest_chunk(8, window) for window in (0, 1, 2, 8, 9, 10**9)] == [8, 8, 7, 1, 0, 0]
     first_of_chunk_sees_from = -(window - 1)
     for chunk, kept in ((33, True), (34, False)):
         overwritten = range(
@@ -241,6 +243,14 @@ def test_windows_count_the_current_key(step, window, device):
     torch.testing.assert_close(lse[0, 0].cpu().exp(), counts, rtol=1e-5, atol=0)
     means = torch.arange(tokens) - (counts - 1) / 2
     assert torch.equal(o[0, :, 0].cpu(), means.bfloat16().view(-1, 1).expand(tokens, 64))
+
+
+@every_step
+def test_no_window_is_the_whole_text_where_the_ring_has_room(step, device):
+    q, k, v = prompt(33, device=device)
+    cache = ring_after(33 + 20 - 1, k, v, int32(33), live=33)
+    out = prefill_ring(q[:, -20:], cache, int32(33, device=device), step=step, return_lse=True)
+    assert_right(out, reference.attention(q[:, -20:], k, v), torch.bfloat16)
 
 
 @every_step
@@ -296,6 +306,11 @@ def test_what_does_not_fit_is_refused_by_name():
         prefill_ring(q, cache, lengths, window=32)
     with pytest.raises(ValueError, match="q: q_len 20 is above 0, the largest chunk of a ring of 40"):
         prefill_ring(q, cache, lengths, window=41)
+    with pytest.raises(ValueError, match="q: q_len 1 is above 0, the largest chunk of a ring of 40 .* of 1000000000"):
+        prefill_ring(q[:, :1], cache, lengths, window=10**9)
+    for q_len in (9, 10):
+        with pytest.raises(ValueError, match=f"q: q_len {q_len} is above 8, the ring's capacity"):
+            prefill_ring(q[:, :q_len], ring(8, k, 0.0), lengths)
     with pytest.raises(ValueError, match="chunk: 10 must be between 1 and 9, for 40 slots and window 32"):
         prefill_through_ring(q, k, v, cache, int32(0), window=32, chunk=10)
     with pytest.raises(ValueError, match="window: 0 must be positive"):
