@@ -16,7 +16,7 @@ from pathlib import Path
 from .paths import python_path
 from .results import CounterRow
 from .shapes import Workload, parse_shape
-from .steps import Step, step
+from .steps import Step, headers, step
 
 SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables",
@@ -62,7 +62,7 @@ LABELS = {
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
 }
 _STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
-_ADDITIVE = re.compile(r"\.sum$")
+_KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
 _SEPARATOR = "spin_kernel"  # torch's name for what torch.cuda._sleep launches
 _ON = " on "
 
@@ -80,6 +80,14 @@ class Counter:
     unit: str
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One launch as ncu saw it: the kernel's name with its arguments, and its counters by ncu's names."""
+
+    kernel: str
+    counters: dict[str, Counter]
+
+
 def rows_of(chosen: Step, workload: Workload, found: Iterable[Counter]) -> list[CounterRow]:
     """The rows of the counters table."""
     return [
@@ -95,6 +103,12 @@ def label(metric: str) -> str:
     """A counter's name in words: ``stall: long scoreboard`` for a stall reason (warps stalled per issue)."""
     stall = _STALL.fullmatch(metric)
     return f"stall: {stall[1].replace('_', ' ')}" if stall else LABELS.get(metric, metric)
+
+
+def kernel_names(chosen: Step) -> set[str]:
+    """The kernels that a step's source and its headers define."""
+    sources = (chosen.path, *headers(chosen.path))
+    return {name for path in sources for name in _KERNEL.findall(path.read_text(encoding="utf-8"))}
 
 
 def find_ncu() -> Path:
@@ -115,10 +129,8 @@ def profile(
 ) -> list[list[Counter]]:
     """Counters of steps on workloads, a list a call, clocks left as they are, caches flushed before each pass by ncu.
 
-    Of a workload of several parts the last is taken, its longest. Several kernels of one call give one figure: the mean
-    of sums, the longest kernel's registers and sizes, the mean weighted by duration of everything else. Fewer of ncu's
-    ``sections`` take less time.
-    Raises ProfileError.
+    Of a workload of several parts the last is taken, its longest. Of several kernels of one call the figures are those
+    of :func:`longest`. Fewer of ncu's ``sections`` take less time. Raises ProfileError.
     """
     ncu = find_ncu()
     names = ", ".join(dict.fromkeys(step.id for step, _ in calls))
@@ -145,11 +157,11 @@ def profile(
         tail = " ".join(line for line in (text + done.stderr + done.stdout).splitlines()[-6:])
         counts = [len(launches) for launches in found]
         raise ProfileError(f"ncu over {names} ended with {done.returncode} and launches {counts}: {tail}")
-    return [combine(launches) for launches in found]
+    return [longest(step, launches) for (step, _), launches in zip(calls, found, strict=True)]
 
 
-def parse(text: str) -> list[list[dict[str, Counter]]]:
-    """ncu's raw CSV page: for each call, up to its separator, and each of its launches, its counters.
+def parse(text: str) -> list[list[Launch]]:
+    """ncu's raw CSV page: for each call, up to its separator, and each of its launches, its kernel and its counters.
 
     They are those of LABELS and the stall reasons. What follows the last separator is no whole call and is left out.
     """
@@ -160,7 +172,7 @@ def parse(text: str) -> list[list[dict[str, Counter]]]:
     names, units, *rows = csv.reader(line for line in lines[start:] if line.startswith('"'))
     wanted = [i for i, name in enumerate(names) if name in LABELS or _STALL.fullmatch(name)]
     kernel = names.index("Kernel Name")
-    calls: list[list[dict[str, Counter]]] = [[]]
+    calls: list[list[Launch]] = [[]]
     for row in rows:
         if len(row) != len(names):
             continue
@@ -168,7 +180,8 @@ def parse(text: str) -> list[list[dict[str, Counter]]]:
             calls.append([])
         else:
             there = (i for i in wanted if row[i].strip())
-            calls[-1].append({names[i]: Counter(names[i], _number(row[i]), units[i]) for i in there})
+            counted = {names[i]: Counter(names[i], _number(row[i]), units[i]) for i in there}
+            calls[-1].append(Launch(row[kernel], counted))
     return calls[:-1]
 
 
@@ -176,23 +189,18 @@ def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def combine(launches: Sequence[dict[str, Counter]]) -> list[Counter]:
-    """One counter a metric over several launches; metrics that a launch lacks are left out."""
-    durations = [launch["gpu__time_duration.sum"].value for launch in launches if "gpu__time_duration.sum" in launch]
-    ones = [1.0] * len(launches)
-    weights = durations if len(durations) == len(launches) and any(durations) else ones
-    combined = []
-    for metric, first in launches[0].items():
-        if not all(metric in launch for launch in launches):
-            continue
-        if metric.startswith("launch__"):  # a mean of two kernels' registers is neither's
-            longest = max(range(len(launches)), key=weights.__getitem__)
-            combined.append(launches[longest][metric])
-            continue
-        scale: list[float] = ones if _ADDITIVE.search(metric) else weights
-        total = sum(launch[metric].value * weight for launch, weight in zip(launches, scale, strict=True))
-        combined.append(Counter(metric, total / sum(scale), first.unit))
-    return combined
+def longest(chosen: Step, launches: Sequence[Launch]) -> list[Counter]:
+    """The counters of the longest of a step's own kernels.
+
+    What torch launches beside it (a fill, a copy) is no part of the step, and a mean of two kernels' registers or blocks
+    is neither's. Raises ProfileError where none is the step's own, as where a library does its work.
+    """
+    named = re.compile(rf"\b(?:{'|'.join(sorted(kernel_names(chosen)))})\b")
+    own = [launch.counters for launch in launches if named.search(launch.kernel)]
+    if not own:
+        raise ProfileError(f"{chosen.id}: none of its kernels ran, but {', '.join(one.kernel for one in launches)}")
+    duration = "gpu__time_duration.sum"
+    return list(max(own, key=lambda counted: counted[duration].value if duration in counted else 0.0).values())
 
 
 def main(arguments: Sequence[str]) -> None:

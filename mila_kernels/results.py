@@ -119,6 +119,7 @@ def append(folder: Path, row: Row) -> None:
     fit the schema, before anything is written.
     """
     validate(row)
+    row.check_new()
     with _lock(_made(folder)):
         _append(folder, row)
 

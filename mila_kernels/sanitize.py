@@ -18,12 +18,13 @@ from pathlib import Path
 
 from . import paths, results
 from . import steps as registry
+from .counters import kernel_names
+from .shapes import parse_shape
 from .steps import Step
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SECONDS = 1200
 GROUP = 6  # steps a process
-_KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__\([^{;]*?\)\s+)?(\w+)\(")
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 
@@ -65,6 +66,14 @@ def check_command(chosen: Sequence[Step], shapes: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mila_kernels", "check", *(step.id for step in chosen), "--device", "cuda", *named]
 
 
+def shapes_of(step: Step, given: Sequence[str]) -> str:
+    """The shapes that a step is checked on, as its row names them: the given ones, else those of ``check``."""
+    from .__main__ import CHECK_SHAPES
+
+    default = (parse_shape(step.op, text) for text in CHECK_SHAPES[step.op])
+    return "; ".join(given or (workload.shape for workload in default if workload.fits(step)))
+
+
 def sanitize(chosen: Sequence[Step], tool: str, shapes: Sequence[str] = ()) -> Finding:
     """Runs one tool over the check of steps of one operation, in one process. ValueError for an unknown tool."""
     if tool not in TOOLS:
@@ -86,8 +95,7 @@ def _only_ours(chosen: Sequence[Step], tool: str) -> list[str]:
     """Filters that leave out torch's kernels, of which there are many; only initcheck must see their writes."""
     if tool == "initcheck":
         return []
-    sources = {path for step in chosen for path in (step.path, *registry.headers(step.path))}
-    names = {name for path in sorted(sources) for name in _KERNEL.findall(path.read_text(encoding="utf-8"))}
+    names = {name for step in chosen for name in kernel_names(step)}
     return [word for name in sorted(names) for word in ("--kernel-name", f"kernel_substring={name}")]
 
 
@@ -132,7 +140,7 @@ def run(chosen: Sequence[Step], tools: Sequence[str], shapes: Sequence[str], job
                 writer.add(
                     results.SanitizerRow(
                         run_id=writer.run_id, op=step.op, step=step.name, source_sha=step.source_sha, tool=tool,
-                        errors=finding.errors, passed=finding.passed,
+                        workload=shapes_of(step, shapes), errors=finding.errors, passed=finding.passed,
                     )
                 )  # fmt: skip
                 failed += not finding.passed

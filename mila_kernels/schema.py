@@ -44,6 +44,9 @@ class Row:
     def check(self) -> None:
         """Raise ResultsError where columns contradict each other."""
 
+    def check_new(self) -> None:
+        """Raise ResultsError for what must not be written any more, though older rows have it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow(Row):
@@ -198,6 +201,11 @@ class CounterRow(Row):
     metric: str = _text()
     value: float | None = _number(None)
     unit: str = _text(optional=True)
+
+    def check_new(self) -> None:
+        """A launch's sizes are whole: half a block is the mean of two kernels."""
+        if self.metric.startswith("launch__") and "waves" not in self.metric and (self.value or 0.0) % 1:
+            raise ResultsError(f"counters: {self.metric} must be whole, not {self.value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,7 +190,8 @@ def raw_page() -> str:
     text = ["==PROF== Connected to process 42", '==PROF== Profiling "prefill_scalar": 0%....100% - 9 passes']
     rows = [fixed + list(COLUMNS), ["", "", ""] + [unit for unit, _ in COLUMNS.values()]]
     spin = "at::cuda::<unnamed>::spin_kernel(long)"
-    launches = [("void k<int>(A, B)", 0), ("merge(A)", 1), (spin, 0), ("k(A)", 0), (spin, 0), ("cut(A)", 0)]
+    ours, fill = "void <unnamed>::prefill_scalar<(int)64>(PrefillArgs)", "void at::native::fill<int>(A, B)"
+    launches = [(ours, 0), (fill, 1), (spin, 0), (ours, 0), (spin, 0), ("cut(A)", 0)]
     rows += [
         [str(i), name, "GPU"] + [values[which] for _, values in COLUMNS.values()]
         for i, (name, which) in enumerate(launches)
@@ -199,17 +200,27 @@ def raw_page() -> str:
     return "\n".join([*text, "==PROF== Disconnected from process 42"])
 
 
-def test_counters_are_read_from_ncu_and_combined_over_launches() -> None:
+def test_counters_are_read_from_ncu_and_only_of_the_steps_own_kernel() -> None:
     assert list(csv.reader([raw_page().splitlines()[2]]))[0][3] == "gpu__time_duration.sum"
     launches, single = counters.parse(raw_page())
-    assert [len(launch) for launch in launches] == [5, 5], "metrics without a label are left out"
-    assert len(single) == 1 and single[0]["launch__grid_size"].value == 128.0
-    found = {counter.metric: counter for counter in counters.combine(launches)}
-    assert found["gpu__time_duration.sum"] == counters.Counter("gpu__time_duration.sum", 2000.0, "ns")
-    assert found["dram__bytes_read.sum"].value == 20.0
-    assert found["launch__grid_size"].value == 256.0, "the longest kernel's, no mean"
-    assert found["lts__t_sector_hit_rate.pct"].value == pytest.approx((80.5 * 1 + 90.5 * 3) / 4)
-    assert found[STALL].value == 7.0
+    assert [len(launch.counters) for launch in launches] == [5, 5], "metrics without a label are left out"
+    assert len(single) == 1 and single[0].counters["launch__grid_size"].value == 128.0
+    found = {counter.metric: counter for counter in counters.longest(steps.step("prefill/01"), launches)}
+    assert found["gpu__time_duration.sum"] == counters.Counter("gpu__time_duration.sum", 1000.0, "ns")
+    assert found["launch__grid_size"].value == 128.0, "the fill's 256 are left out, though it took longer"
+    assert found["lts__t_sector_hit_rate.pct"].value == 80.5 and found[STALL].value == 4.0
+
+
+def test_of_several_kernels_of_a_step_the_longest_is_counted() -> None:
+    def launch(kernel: str, micros: float, blocks: float) -> counters.Launch:
+        values = {"gpu__time_duration.sum": micros, "launch__grid_size": blocks}
+        return counters.Launch(kernel, {name: counters.Counter(name, value, "") for name, value in values.items()})
+
+    split = steps.step("decode/02_split_k")
+    both = [launch("decode_split_k(DecodeArgs)", 5.0, 8.0), launch("merge_splits(DecodeArgs)", 2.0, 16.0)]
+    assert [counter.value for counter in counters.longest(split, both)] == [5.0, 8.0]
+    with pytest.raises(counters.ProfileError, match="decode/02_split_k: none of its kernels ran, but xmma_gemm"):
+        counters.longest(split, [launch("xmma_gemm(A)", 5.0, 8.0)])
 
 
 def test_counters_of_output_without_a_table() -> None:

@@ -232,6 +232,16 @@ def test_a_killed_writer_blocks_nobody_and_leaves_whole_rows(tmp_path):
     assert len(rows) - 1 in (told, told + 1)
 
 
+def test_half_a_block_is_not_written(tmp_path):
+    """Rows of before keep their means of two kernels; new ones must be of one."""
+    half = CounterRow(run_id="b", op="prefill", step="s", metric="launch__grid_size", value=4096.5)
+    with pytest.raises(results.ResultsError, match="counters: launch__grid_size must be whole, not 4096.5"):
+        results.append(tmp_path, half)
+    results.write(tmp_path, "counters", [half])
+    results.append(tmp_path, dataclasses.replace(half, metric="launch__waves_per_multiprocessor"))
+    assert [row.value for row in results.read(tmp_path, "counters")] == [4096.5, 4096.5]
+
+
 @pytest.mark.parametrize("reader_first", [True, False])
 @pytest.mark.parametrize("cut", [1, 7, 40])
 def test_a_torn_last_line_is_set_aside(tmp_path, cut, reader_first):

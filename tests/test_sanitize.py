@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mila_kernels import results, sanitize, steps
+from mila_kernels import results, sanitize, shapes, steps
 
 CLEAN = "========= COMPUTE-SANITIZER\n2 of 2 cases passed\n========= ERROR SUMMARY: 0 errors\n"
 RACES = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n"
@@ -72,6 +72,15 @@ def test_every_kernel_of_a_step_is_looked_at(step: str) -> None:
     assert len(sanitize._only_ours([steps.step(step)], "racecheck")) == 2 * kernels > 0
 
 
+@pytest.mark.parametrize("step", [step.id for step in steps.steps()])
+def test_a_row_names_the_shapes_that_were_checked(step: str) -> None:
+    chosen = steps.step(step)
+    named = sanitize.shapes_of(chosen, ()).split("; ")
+    assert all(shapes.parse_shape(chosen.op, text).fits(chosen) for text in named)
+    assert len("; ".join(named)) < results.ERROR_LENGTH, "else it is cut"
+    assert sanitize.shapes_of(chosen, ("a", "b")) == "a; b"
+
+
 def test_groups_are_of_one_operation_and_hold_every_step_once() -> None:
     chosen = steps.steps()
     found = sanitize.groups(chosen)
@@ -106,6 +115,8 @@ def test_whose_an_error_is_comes_from_runs_of_their_own(
     clean = {(step.name, tool) for step in chosen for tool in ("memcheck", "synccheck")} - {
         ("02_smem_tiles", "memcheck")
     }
+    shown = {row.step: row.workload for row in results.read(tmp_path / "run", "sanitizer")}
+    assert shown["01_scalar"].split("; ")[0] == "b1 q40h4 kv97h1 d512 causal bf16"
     assert rows == {("02_smem_tiles", "memcheck"): (3, False)} | dict.fromkeys(clean, (0, True))
     logs = sorted(path.name for path in (tmp_path / "run" / "sanitizer").iterdir())
     assert "prefill-01_scalar-03_wmma_hs_split-synccheck.log" in logs and "prefill-02_smem_tiles-memcheck.log" in logs
