@@ -192,8 +192,8 @@ def _number(text: str) -> float:
 def longest(chosen: Step, launches: Sequence[Launch]) -> list[Counter]:
     """The counters of the longest of a step's own kernels.
 
-    What torch launches beside it (a fill, a copy) is no part of the step, and a mean of two kernels' registers or blocks
-    is neither's. Raises ProfileError where none is the step's own, as where a library does its work.
+    What torch launches beside it (a fill, a copy) is no part of the step, and a mean of two kernels' registers or
+    blocks is neither's. Raises ProfileError where none is the step's own, as where a library does its work.
     """
     named = re.compile(rf"\b(?:{'|'.join(sorted(kernel_names(chosen)))})\b")
     own = [launch.counters for launch in launches if named.search(launch.kernel)]

@@ -108,8 +108,8 @@ def test_any_finite_scale(step, scale, device):
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     q_len=st.integers(0, 70), kv_len=st.integers(0, 90), group=st.integers(1, 5), kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from((64, 64, 128, 128, 256, 512)), window=st.none() | st.integers(1, 100), batch=st.integers(0, 2),
-    dtype=st.sampled_from(list(BOUNDS)), seed=st.integers(0, 99),
+    head_dim=st.sampled_from((64, 64, 128, 128, 256, 512)), window=st.none() | st.integers(1, 100),
+    batch=st.integers(0, 2), dtype=st.sampled_from(list(BOUNDS)), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_shape(step, device, q_len, kv_len, group, kv_heads, head_dim, window, batch, dtype, seed):
     check_random(step, device, batch=batch, q_len=q_len, kv_len=kv_len, q_heads=group * kv_heads, kv_heads=kv_heads,
