@@ -20,6 +20,7 @@ import torch
 
 from . import steps
 from .architectures import gencode, requested_architectures
+from .arguments import check_flag
 from .emulate import (
     CHECK_FLAGS,
     FAST_FLAGS,
@@ -203,6 +204,8 @@ def load(step: Step, backend: Backend, *, check: bool | None = None, args: ctype
         raise ValueError(f"backend: {backend!r} must be cuda or emulation")
     if not isinstance(step, Step):
         raise TypeError(f"step: a Step is needed, not {type(step).__name__}; see mila_kernels.steps.step")
+    if check is not None:
+        check_flag("check", check)
     requested = requested_architectures()
     capability: tuple[int, int] | None = None
     if backend == "cuda":
@@ -211,7 +214,7 @@ def load(step: Step, backend: Backend, *, check: bool | None = None, args: ctype
     elif check is None:
         check = current_emulation().check
     only = {name: int(getattr(args, name)) for name in step.instances} if args is not None else {}
-    key = (step.id, step.path, backend, bool(check), capability, requested, *only.items())
+    key = (step.id, step.path, backend, check, capability, requested, *only.items())
     entry = _loaded.get(key)
     now = time.monotonic()
     if entry is not None:
@@ -224,7 +227,7 @@ def load(step: Step, backend: Backend, *, check: bool | None = None, args: ctype
     if backend == "cuda":
         kernel = _load_cuda(step, capability, only)
     else:
-        kernel = _load_emulation(step, bool(check), only)
+        kernel = _load_emulation(step, check, only)
     _loaded[key] = _Loaded(kernel, stamps, now)
     return kernel
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import paths, steps
+from .arguments import check_flag, check_int
 from .errors import KernelError
 from .files import stamp
 from .libraries import Recipe, library_paths, obtain
@@ -102,12 +103,15 @@ def emulation(
         architecture: whose launch limits hold (``sm_80``, ``sm_90a`` ...); None: sm_90, or the step's first.
 
     Raises:
-        ValueError: a seed, a number of threads or an architecture out of range.
+        TypeError, ValueError: an argument of the wrong type, or a seed, a number of threads or an architecture out of
+            range, by name.
     """
     given = {"check": check, "seed": seed, "threads": threads, "architecture": architecture}
+    if check is not None:
+        check_flag("check", check)
     settings = replace(current_emulation(), **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
-    _check_range("seed", settings.seed, 0, 2**64 - 1)
-    _check_range("threads", 1 if settings.threads is None else settings.threads, 1, 1024)
+    check_int("seed", settings.seed, 0, 2**64 - 1)
+    check_int("threads", 1 if settings.threads is None else settings.threads, 1, 1024)
     if settings.architecture is not None:
         steps.parse_architecture(settings.architecture)
     token = _emulation.set(settings)
@@ -131,15 +135,8 @@ def _environment_emulation(check: str, seed: str) -> Emulation:
     if seed.strip() and not seed.strip().isdecimal():
         raise ValueError(f"MILA_EMULATION_SEED: {seed!r} must be an integer from 0")
     value = int(seed) if seed.strip() else 0
-    _check_range("MILA_EMULATION_SEED", value, 0, 2**64 - 1)
+    check_int("MILA_EMULATION_SEED", value, 0, 2**64 - 1)
     return Emulation(check=check.strip() == "1", seed=value)
-
-
-def _check_range(name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: an int is needed, not {type(value).__name__}")
-    if not least <= value <= most:
-        raise ValueError(f"{name}: {value} must be from {least} to {most}")
 
 
 # ---- the runtime -----------------------------------------------------------------------------------------------------

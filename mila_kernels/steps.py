@@ -111,7 +111,9 @@ def target(architectures: Iterable[str], capability: tuple[int, int]) -> str | N
 
 
 def parse_architecture(name: str) -> tuple[int, int, str]:
-    """``sm_100a`` -> (10, 0, "a"); ValueError for anything else."""
+    """``sm_100a`` -> (10, 0, "a"); TypeError or ValueError for anything else."""
+    if not isinstance(name, str):
+        raise TypeError(f"architecture: a str such as sm_90a is needed, not {type(name).__name__}")
     match = _ARCHITECTURE.fullmatch(name)
     if not match:
         raise ValueError(f"architecture: {name!r} must look like sm_80, sm_90a or sm_120")
@@ -179,6 +181,15 @@ def step(name: str | Step) -> Step:
     raise ValueError(f"step: {name!r} is unknown; {_suggestions(name, list(everything))}")
 
 
+def name_of(step: str | Step | None) -> str | None:
+    """The name or id that stands for a step as an argument; None stays None. TypeError for anything else."""
+    if step is None or isinstance(step, str):
+        return step
+    if isinstance(step, Step):
+        return step.id
+    raise TypeError(f"step: a name or a Step is needed, not {type(step).__name__}")
+
+
 def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None], rows: int | None = None) -> Step:
     """The step asked for; without one the fastest that fits: of the kept ones, and with ``rows`` of those for so many,
     the last; without ``rows`` of those for any number. ``misfit`` says why a step cannot run, or None. ValueError where
@@ -188,7 +199,11 @@ def choose(op: str, name: str | Step | None, misfit: Callable[[Step], str | None
             if misfit(candidate) is None:
                 return candidate
         raise ValueError(f"{op}: no step fits: {misfit(steps(op)[0])}")
-    chosen = name if isinstance(name, Step) else step(name if "/" in name else f"{op}/{name}")
+    if isinstance(name, Step):
+        chosen = name
+    else:
+        named = str(name_of(name))
+        chosen = step(named if "/" in named else f"{op}/{named}")
     if chosen.op != op:
         raise ValueError(f"step: {chosen.id} is a step of {chosen.op}, not of {op}")
     reason = misfit(chosen)
