@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import build, linear, outputs, paths, steps
+from .arguments import check_int, check_no_grad, check_tensor
 from .arrivals import arrivals
 from .files import stamp
 from .layouts import unpack_rows
@@ -85,10 +85,9 @@ def gemm_w4a8(
         raise ValueError(f"out_dtype: {out_dtype} must be torch.bfloat16 or torch.float16")
     values, scales = _check_activations(x, w)
     if bias is not None:
-        _check_bias(bias, values, w, out_dtype)
+        _check_bias(bias, values, w.n, out_dtype)
     chosen, layout = _resolve_step(step, values)
-    if chosen in LIBRARY_PRODUCTS and w.n % LIBRARY_MULTIPLE:
-        raise ValueError(f"w: its {w.n} rows must be a multiple of {LIBRARY_MULTIPLE} for {chosen}")
+    _check_rows(chosen, w.n)
     codes, w_scales = _laid_out(w, layout)
     return _gemm(values, scales, codes, w_scales, bias, w.n, chosen, out_dtype)
 
@@ -104,22 +103,53 @@ def quantize_activations(x: torch.Tensor, *, step: str | steps.Step | None = Non
         Codes ``[m, k]`` in ``torch.float8_e4m3fn`` and FP32 scales: ``[m]``, or ``[1]`` of step 02. A scale is
         absmax / 448 and at least 2^-126, so that a token of zeros has codes of zero.
     """
+    return _quantize(x, _check_quantiser(x, step))
+
+
+def _check_quantiser(x: torch.Tensor, step: str | steps.Step | None) -> str:
+    """The id of the step asked for, or of the fastest, if it can quantise such activations."""
     _check_values(x, "x")
     if x.shape[1] % KERNEL_GROUP:
         raise ValueError(f"x: its {x.shape[1]} columns must be a multiple of {KERNEL_GROUP}")
     chosen, _ = _resolve_step(step, x)
     if not _quantises(chosen):
         raise ValueError(f"step: {chosen} does not quantise activations")
-    return _quantize(x, chosen)
+    return chosen
 
 
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-@operator(
-    "mila_kernels::gemm_w4a8",
-    check=lambda x, x_scales, w_codes, w_scales, bias, n, step, *rest: linear.check_alignment(step, x),
-)
+def _check_gemm_call(
+    x: torch.Tensor, x_scales: torch.Tensor | None, w_codes: torch.Tensor, w_scales: torch.Tensor,
+    bias: torch.Tensor | None, n: int, step: str, out_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """The operator's own check, for who calls it directly."""
+    check_int("n", n, 1)
+    if out_dtype not in DTYPE_CODES:
+        raise ValueError(f"out_dtype: {out_dtype} must be torch.bfloat16 or torch.float16")
+    if x_scales is None:
+        _check_values(x, "x")
+    else:
+        _check_codes(x, x_scales)
+    chosen, layout = _resolve_step(step, x)
+    k = x.shape[1]
+    if k % KERNEL_GROUP:
+        raise ValueError(f"x: its {k} columns must be a multiple of {KERNEL_GROUP}")
+    shapes: dict[str, tuple[int, ...]] = {"w_codes": (n, k // 2), "w_scales": (n, k // KERNEL_GROUP)}
+    if layout == "blocks":
+        shapes = dict.fromkeys(("w_codes", "w_scales"), (k // KERNEL_GROUP, -(-n // BLOCK_ROWS), BLOCK_BYTES))
+    for name, stored in (("w_codes", w_codes), ("w_scales", w_scales)):
+        rows_scales = name == "w_scales" and layout == "rows"
+        linear.check_stored(name, stored, tuple(SCALE_CODES) if rows_scales else (torch.uint8,), shapes[name], layout)
+        if stored.device != x.device:
+            raise ValueError(f"{name}: device {stored.device} must equal that of x, {x.device}")
+    if bias is not None:
+        _check_bias(bias, x, n, out_dtype)
+    _check_rows(chosen, n)
+
+
+@operator("mila_kernels::gemm_w4a8", check=_check_gemm_call)
 def _gemm(
     x: torch.Tensor, x_scales: torch.Tensor | None, w_codes: torch.Tensor, w_scales: torch.Tensor,
     bias: torch.Tensor | None, n: int, step: str, out_dtype: torch.dtype,
@@ -139,7 +169,7 @@ def _gemm_output(
     return outputs.empty(x, (x.shape[0], n), out_dtype)
 
 
-@operator("mila_kernels::quantize_activations", check=lambda x, step: linear.check_alignment(step, x))
+@operator("mila_kernels::quantize_activations", check=lambda x, step: _check_quantiser(x, step))
 def _quantize(x: torch.Tensor, step: str) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales = _quantize_outputs(x, step)
     if not x.shape[0]:
@@ -340,15 +370,15 @@ def _laid_out(w: Fp4Weight, layout: str) -> Pair:
     if layout == "rows":
         rows = w.in_layout("rows")
         return rows.codes, rows.scales
-    if "blocks" not in w._shuffled:
+    if not w._blocks:
         _remember_blocks(w)
-    blocks = w._shuffled["blocks"].codes
+    blocks = w._blocks[0]
     return blocks, blocks
 
 
 @torch.compiler.disable
 def _remember_blocks(w: Fp4Weight) -> None:
-    w._shuffled["blocks"] = replace(w, codes=_blocks(w.in_layout("rows")), layout="blocks", _shuffled={})
+    w._blocks.append(_blocks(w.in_layout("rows")))
 
 
 def _blocks(w: Fp4Weight) -> torch.Tensor:
@@ -395,7 +425,7 @@ def _resolve_step(step: str | steps.Step | None, x: torch.Tensor) -> tuple[str, 
     """The id and the weight's layout of the step asked for, or of the fastest. Under a compiler addresses are not
     known: the operator's check looks at them."""
     if torch.compiler.is_compiling():
-        return _step_to_compile(step.id if isinstance(step, steps.Step) else step, x.dtype, x.device)
+        return _step_to_compile(steps.name_of(step), x.dtype, x.device)
     chosen = linear.fitting_step(OP, step, x.dtype, x.device)
     linear.check_alignment(chosen, x)
     return chosen.id, step_layout(chosen)
@@ -434,27 +464,26 @@ def _check_codes(codes: Any, scales: Any) -> None:
     _check_matrix(codes, "x codes")
     if codes.dtype != CODES_DTYPE:
         raise ValueError(f"x codes: dtype {codes.dtype} must be {CODES_DTYPE}")
-    if not isinstance(scales, torch.Tensor):
-        raise TypeError(f"x scales: a torch.Tensor is needed, not {type(scales).__name__}")
+    check_no_grad("x codes", codes)
+    check_tensor("x scales", scales)
     if scales.dim() != 1 or scales.shape[0] not in (1, codes.shape[0]):
         raise ValueError(f"x scales: shape {tuple(scales.shape)} must be ({codes.shape[0]},) or (1,)")
     if scales.dtype != torch.float32 or scales.device != codes.device:
         raise ValueError(f"x scales: {scales.dtype} on {scales.device} must be torch.float32 on {codes.device}")
     if scales.shape[0] > 1 and scales.stride(0) != 1:
         raise ValueError(f"x scales: the stride is {scales.stride(0)} and must be 1; pass scales.contiguous()")
+    check_no_grad("x scales", scales)
 
 
 def _check_values(x: Any, name: str) -> None:
     _check_matrix(x, name)
     if x.dtype not in DTYPE_CODES:
         raise ValueError(f"{name}: dtype {x.dtype} must be torch.bfloat16 or torch.float16")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: requires grad, and there is no backward; use torch.no_grad() or {name}.detach()")
+    check_no_grad(name, x)
 
 
 def _check_matrix(x: Any, name: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: a torch.Tensor is needed, not {type(x).__name__}")
+    check_tensor(name, x)
     if x.dim() != 2:
         raise ValueError(f"{name}: shape {tuple(x.shape)} must have 2 dims, [m, k]")
     if x.device.type not in ("cpu", "cuda"):
@@ -465,14 +494,17 @@ def _check_matrix(x: Any, name: str) -> None:
         raise ValueError(f"{name}: the last dim's stride is {x.stride(1)} and must be 1; pass {name}.contiguous()")
 
 
-def _check_bias(bias: Any, x: torch.Tensor, w: Fp4Weight, out_dtype: torch.dtype) -> None:
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias: a torch.Tensor is needed, not {type(bias).__name__}")
-    if bias.shape != (w.n,):
-        raise ValueError(f"bias: shape {tuple(bias.shape)} must be ({w.n},)")
+def _check_rows(step: str, n: int) -> None:
+    if step in LIBRARY_PRODUCTS and n % LIBRARY_MULTIPLE:
+        raise ValueError(f"w: its {n} rows must be a multiple of {LIBRARY_MULTIPLE} for {step}")
+
+
+def _check_bias(bias: Any, x: torch.Tensor, n: int, out_dtype: torch.dtype) -> None:
+    check_tensor("bias", bias)
+    if bias.shape != (n,):
+        raise ValueError(f"bias: shape {tuple(bias.shape)} must be ({n},)")
     if bias.dtype != out_dtype or bias.device != x.device:
         raise ValueError(f"bias: {bias.dtype} on {bias.device} must be {out_dtype} on {x.device}")
-    if w.n > 1 and bias.stride(0) != 1:
+    if n > 1 and bias.stride(0) != 1:
         raise ValueError(f"bias: its stride is {bias.stride(0)} and must be 1; pass bias.contiguous()")
-    if bias.requires_grad and torch.is_grad_enabled():
-        raise ValueError("bias: requires grad, and there is no backward; use torch.no_grad() or bias.detach()")
+    check_no_grad("bias", bias)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from . import build, steps
+from .arguments import SMALLEST_FLOAT, check_flag, check_int, check_no_grad, check_tensor
 from .layouts import (
     FP4_LAYOUTS,
     LAYOUT_CODES,
@@ -30,11 +31,12 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
-SMALLEST_SCALE = 2.0**-126  # the smallest normal of BF16 and FP32: a scale is never zero, nor a subnormal
+SMALLEST_SCALE = SMALLEST_FLOAT  # a scale is never zero, nor a subnormal
 GROUP_SIZES = (32, 64, 128, 256)
 KERNEL_GROUP = 128  # the one that the kernels read
 TILE_ROWS = 16  # rows of one mma, and of one tile of a shuffled weight
 MAX_ROWS = 16  # of activations
+ALIGNMENT = 16  # bytes: kernels load codes and scales in pieces of so many
 CHUNK = 1 << 24  # elements quantised or shuffled at a time: bounds the scratch memory
 
 
@@ -85,7 +87,11 @@ class Fp4Weight:
 
     ``codes`` are bytes and ``scales`` FP32 or BF16, in ``layout``. ``"rows"``: codes ``[n, k / 2]``, two a byte, the
     even column in the low nibble; scales ``[n, k / group_size]``. The other layouts are for the steps that
-    :meth:`shuffle` names: tiles of 16 rows, each lane's bytes in the order in which it needs them.
+    :meth:`shuffle` names: tiles of 16 rows, each lane's bytes in the order in which it needs them: codes
+    ``[n / 16, k / 128, 1024]``, scales ``[n / 16, k / 128, 8, 2]``.
+
+    Raises:
+        TypeError, ValueError: a field that does not fit, by name. The values of codes and scales are not looked at.
     """
 
     codes: torch.Tensor
@@ -95,6 +101,28 @@ class Fp4Weight:
     group_size: int = KERNEL_GROUP
     layout: str = "rows"
     _shuffled: dict[str, Fp4Weight] = field(default_factory=dict, repr=False, compare=False)
+    # What gemm_w4a8 reads: codes and scales in one tensor, which is no weight of its own.
+    _blocks: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_layout(self.layout, ("rows", *FP4_LAYOUTS))
+        n, k = check_int("n", self.n, 1), check_int("k", self.k, 1)
+        group = self.group_size
+        if isinstance(group, bool) or not isinstance(group, int):
+            raise TypeError(f"group_size: an int is needed, not {type(group).__name__}")
+        allowed = GROUP_SIZES if self.layout == "rows" else (KERNEL_GROUP,)
+        if group not in allowed:
+            raise ValueError(f"group_size: {group} must be {_one_of(allowed)} in layout {self.layout!r}")
+        if k % group:
+            raise ValueError(f"k: {k} must be a multiple of the group size {group}")
+        codes_shape: tuple[int, ...] = (n, k // 2)
+        scales_shape: tuple[int, ...] = (n, k // group)
+        if self.layout != "rows":
+            tiles, groups = _ceil_div(n, TILE_ROWS), k // KERNEL_GROUP
+            codes_shape, scales_shape = (tiles, groups, TILE_ROWS * KERNEL_GROUP // 2), (tiles, groups, 8, 2)
+        check_stored("codes", self.codes, (torch.uint8,), codes_shape, self.layout)
+        check_stored("scales", self.scales, tuple(SCALE_CODES), scales_shape, self.layout)
+        _check_same_device(self.codes, self.scales)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -195,7 +223,8 @@ class Fp4Weight:
 class Fp8Weight:
     """A weight matrix [n, k] in E4M3 with one FP32 scale a row; layouts as in :class:`Fp4Weight`.
 
-    ``"rows"``: codes uint8 ``[n, k]`` (the bytes of ``torch.float8_e4m3fn``), scales ``[n]``.
+    ``"rows"``: codes uint8 ``[n, k]`` (the bytes of ``torch.float8_e4m3fn``), scales ``[n]``. ``"fragments"``: codes
+    ``[n / 16, k / 128, 2048]``, scales of whole tiles. ``k`` is a multiple of 128. Errors as :class:`Fp4Weight`.
     """
 
     codes: torch.Tensor
@@ -204,6 +233,18 @@ class Fp8Weight:
     k: int
     layout: str = "rows"
     _shuffled: dict[str, Fp8Weight] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_layout(self.layout, ("rows", "fragments"))
+        n, k = check_int("n", self.n, 1), check_int("k", self.k, 1)
+        if k % KERNEL_GROUP:
+            raise ValueError(f"k: {k} must be a multiple of {KERNEL_GROUP}")
+        tiles = _ceil_div(n, TILE_ROWS)
+        whole = (tiles, k // KERNEL_GROUP, TILE_ROWS * KERNEL_GROUP)
+        codes_shape, scales_shape = ((n, k), (n,)) if self.layout == "rows" else (whole, (tiles * TILE_ROWS,))
+        check_stored("codes", self.codes, (torch.uint8,), codes_shape, self.layout)
+        check_stored("scales", self.scales, (torch.float32,), scales_shape, self.layout)
+        _check_same_device(self.codes, self.scales)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -276,6 +317,41 @@ class Fp8Weight:
         return from_fragments(fragments, self.k)[: self.n].contiguous()
 
 
+def _check_layout(layout: object, known: tuple[str, ...]) -> None:
+    if not isinstance(layout, str):
+        raise TypeError(f"layout: a str is needed, not {type(layout).__name__}")
+    if layout not in known:
+        raise ValueError(f"layout: {layout!r} is none of {', '.join(known)}")
+
+
+def check_stored(
+    name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], layout: str
+) -> None:
+    """TypeError or ValueError unless a weight's tensor is what kernels read in that layout, through its address."""
+    check_tensor(name, x)
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name}: dtype {x.dtype} must be {_one_of(dtypes)}")
+    if x.shape != shape:
+        raise ValueError(f"{name}: shape {tuple(x.shape)} must be {shape} in layout {layout!r}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: device {x.device} must be a CUDA device, or cpu for emulation")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: strides {x.stride()} must be those of a contiguous tensor; pass {name}.contiguous()")
+    check_no_grad(name, x)
+    # A fake has no address.
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and x.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{name}: its address must be a multiple of {ALIGNMENT} bytes; pass {name}.clone()")
+
+
+def _check_same_device(codes: torch.Tensor, scales: torch.Tensor) -> None:
+    if scales.device != codes.device:
+        raise ValueError(f"scales: device {scales.device} must equal that of codes, {codes.device}")
+
+
+def _one_of(allowed: tuple[object, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(map(str, allowed[:-1])), str(allowed[-1]))))
+
+
 # ---- the layout of a step, and parts of a weight ---------------------------------------------------------------------
 
 
@@ -334,9 +410,11 @@ def quantize_fp4(
     Raises:
         TypeError, ValueError: an argument that does not fit; a NaN or Inf in ``w``, by row and group.
     """
-    _check_weight(w)
+    w = _check_weight(w)
     n, k = w.shape
-    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"group_size: an int is needed, not {type(group_size).__name__}")
+    if group_size not in GROUP_SIZES:
         raise ValueError(f"group_size: {group_size} must be one of {', '.join(map(str, GROUP_SIZES))}")
     if k % group_size:
         raise ValueError(f"w: its {k} columns must be a multiple of the group size {group_size}")
@@ -359,7 +437,7 @@ def quantize_fp8(w: torch.Tensor) -> Fp8Weight:
     ``w`` is ``[n, k]`` FP32, BF16 or FP16 with ``k`` a multiple of 128. The result is in the ``"rows"`` layout; each
     code is the nearest to w / scale, ties to even, on CPU and GPU alike. Raises as :func:`quantize_fp4` does.
     """
-    _check_weight(w)
+    w = _check_weight(w)
     n, k = w.shape
     if k % KERNEL_GROUP:
         raise ValueError(f"w: its {k} columns must be a multiple of {KERNEL_GROUP}")
@@ -397,15 +475,18 @@ def _nearest_fp8(values: torch.Tensor) -> torch.Tensor:
     return rounded.clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn)
 
 
-def _check_weight(w: torch.Tensor) -> None:
-    if not isinstance(w, torch.Tensor):
-        raise TypeError(f"w: a torch.Tensor is needed, not {type(w).__name__}")
+def _check_weight(w: torch.Tensor) -> torch.Tensor:
+    """The weight without its gradient, which nothing would flow back to."""
+    check_tensor("w", w)
+    if w.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"w: device {w.device} must be a CUDA device or cpu")
     if w.dim() != 2:
         raise ValueError(f"w: shape {tuple(w.shape)} must have 2 dims, [n, k]")
     if w.dtype not in WEIGHT_DTYPES:
         raise ValueError(f"w: dtype {w.dtype} must be torch.float32, torch.bfloat16 or torch.float16")
     if not w.numel():
         raise ValueError(f"w: shape {tuple(w.shape)} is empty")
+    return w.detach()
 
 
 def _check_finite(groups: torch.Tensor, first_row: int, group_size: int) -> None:
@@ -454,9 +535,10 @@ def matvec_fp4(
         raise TypeError(f"w: an Fp4Weight is needed (quantize_fp4 makes one), not {type(w).__name__}")
     if w.group_size != KERNEL_GROUP:
         raise ValueError(f"w: group_size {w.group_size} must be {KERNEL_GROUP}")
+    check_flag("chained", chained)
     chosen, layout = _resolve_step("matvec_fp4", step, x, w, bias)
     w = w.in_layout(layout)
-    return _matvec_fp4(x, w.codes, w.scales, bias, w.n, w.layout, chosen, bool(chained))
+    return _matvec_fp4(x, w.codes, w.scales, bias, w.n, w.layout, chosen, chained)
 
 
 def matvec_fp8(
@@ -470,15 +552,42 @@ def matvec_fp8(
     """``x w^T + bias`` for a few rows of activations and an FP8 weight; arguments and errors as :func:`matvec_fp4`."""
     if not isinstance(w, Fp8Weight):
         raise TypeError(f"w: an Fp8Weight is needed (quantize_fp8 makes one), not {type(w).__name__}")
+    check_flag("chained", chained)
     chosen, layout = _resolve_step("matvec_fp8", step, x, w, bias)
     w = w.in_layout(layout)
-    return _matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen, bool(chained))
+    return _matvec_fp8(x, w.codes, w.scales, bias, w.n, w.layout, chosen, chained)
 
 
-@operator(
-    "mila_kernels::matvec_fp4",
-    check=lambda x, codes, scales, bias, n, layout, step, *rest: check_alignment(step, x),
-)
+def _check_matvec_call(
+    op: str, x: torch.Tensor, w: Fp4Weight | Fp8Weight, bias: torch.Tensor | None, step: str
+) -> None:
+    """The operators' own check, for who calls them directly: in ``w`` what they were given has been looked at."""
+    _check_activations(x, w)
+    if bias is not None:
+        _check_bias(bias, x, w)
+    chosen = fitting_step(op, step, x.dtype, x.device)
+    if w.layout != step_layout(chosen):
+        raise ValueError(f"layout: {w.layout!r} must be {step_layout(chosen)!r}, which {chosen.id} reads")
+    check_alignment(chosen, x)
+
+
+def _check_matvec_fp4_call(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
+    step: str, chained: bool,
+) -> None:  # fmt: skip
+    _check_values(x)
+    _check_matvec_call("matvec_fp4", x, Fp4Weight(codes, scales, n, x.shape[1], layout=layout), bias, step)
+
+
+def _check_matvec_fp8_call(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
+    step: str, chained: bool,
+) -> None:  # fmt: skip
+    _check_values(x)
+    _check_matvec_call("matvec_fp8", x, Fp8Weight(codes, scales, n, x.shape[1], layout=layout), bias, step)
+
+
+@operator("mila_kernels::matvec_fp4", check=_check_matvec_fp4_call)
 def _matvec_fp4(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,
@@ -490,10 +599,7 @@ def _matvec_fp4(
     return y
 
 
-@operator(
-    "mila_kernels::matvec_fp8",
-    check=lambda x, codes, scales, bias, n, layout, step, *rest: check_alignment(step, x),
-)
+@operator("mila_kernels::matvec_fp8", check=_check_matvec_fp8_call)
 def _matvec_fp8(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, n: int, layout: str,
     step: str, chained: bool,
@@ -555,7 +661,7 @@ def _resolve_step(
         _check_bias(bias, x, w)
     rows = max(1, int(x.shape[0])) if x.dtype == torch.bfloat16 else None  # those for few rows are for BF16
     if torch.compiler.is_compiling():
-        return _step_to_compile(op, step.id if isinstance(step, steps.Step) else step, x.dtype, x.device, rows)
+        return _step_to_compile(op, steps.name_of(step), x.dtype, x.device, rows)
     chosen = fitting_step(op, step, x.dtype, x.device, rows)
     check_alignment(chosen, x)
     return chosen.id, step_layout(chosen)
@@ -595,15 +701,18 @@ def check_alignment(step: str | steps.Step, x: torch.Tensor) -> None:
         )
 
 
-def _check_activations(x: torch.Tensor, w: Fp4Weight | Fp8Weight) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: a torch.Tensor is needed, not {type(x).__name__}")
+def _check_values(x: torch.Tensor) -> None:
+    check_tensor("x", x)
     if x.dim() != 2:
         raise ValueError(f"x: shape {tuple(x.shape)} must have 2 dims, [m, k]")
     if x.dtype not in DTYPE_CODES:
         raise ValueError(f"x: dtype {x.dtype} must be torch.bfloat16 or torch.float16")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x: device {x.device} must be a CUDA device, or cpu for emulation")
+
+
+def _check_activations(x: torch.Tensor, w: Fp4Weight | Fp8Weight) -> None:
+    _check_values(x)
     if x.device != w.device:
         raise ValueError(f"x: device {x.device} must equal that of w, {w.device}")
     if x.shape[1] != w.k:
@@ -612,18 +721,15 @@ def _check_activations(x: torch.Tensor, w: Fp4Weight | Fp8Weight) -> None:
         raise ValueError(f"x: {x.shape[0]} rows are more than the {MAX_ROWS} of a matvec")
     if x.stride(1) != 1:
         raise ValueError(f"x: the last dim's stride is {x.stride(1)} and must be 1; pass x.contiguous()")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError("x: requires grad, and there is no backward; use torch.no_grad() or x.detach()")
+    check_no_grad("x", x)
 
 
 def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: Fp4Weight | Fp8Weight) -> None:
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias: a torch.Tensor is needed, not {type(bias).__name__}")
+    check_tensor("bias", bias)
     if bias.shape != (w.n,):
         raise ValueError(f"bias: shape {tuple(bias.shape)} must be ({w.n},)")
     if bias.dtype != x.dtype or bias.device != x.device:
         raise ValueError(f"bias: {bias.dtype} on {bias.device} must be like x, {x.dtype} on {x.device}")
     if bias.stride(0) != 1:
         raise ValueError(f"bias: its stride is {bias.stride(0)} and must be 1; pass bias.contiguous()")
-    if bias.requires_grad and torch.is_grad_enabled():
-        raise ValueError("bias: requires grad, and there is no backward; use torch.no_grad() or bias.detach()")
+    check_no_grad("bias", bias)
