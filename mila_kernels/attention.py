@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import Any
 
 import torch
 
 from . import build, outputs, steps
+from .arguments import check_flag, check_int, check_no_grad, check_tensor, shown
 from .operator import operator
 
 DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1}
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_GRID_YZ = 65535  # heads and batch are the grid's y and z
+MAX_LENGTH = 2**31 - 2**16  # the kernels add a tile to a position in 32 bits
+# The product of two FP16 rows is below 2^41. Times such a scale and log2(e), as the kernels have it, FP32 holds it.
+MAX_SCALE = 2.0**80
 
 
 class PrefillArgs(ctypes.Structure):
@@ -46,7 +51,8 @@ def prefill(
         step: an optimisation step (``"prefill/02_smem_tiles"``); None: the fastest that fits device and shape.
         causal: query ``i`` sits at position ``kv_len - q_len + i`` and sees no later key.
         window: the number of keys a query sees, its own included; None: all. Needs ``causal``.
-        scale: factor of the scores; None: ``1 / sqrt(head_dim)``. Gemma 4 uses 1.0.
+        scale: factor of the scores, at most 2^80 either way, so that no score overflows by it alone; None:
+            ``1 / sqrt(head_dim)``. Gemma 4 uses 1.0.
         return_lse: also return ``ln(sum(exp(score)))``, float32 ``[batch, q_heads, q_len]``.
 
     Returns:
@@ -59,6 +65,18 @@ def prefill(
 
     CUDA tensors run on their device and its current stream, CPU tensors in emulation. Forward only.
     """
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    window = _check_window(window)
+    _check_prefill(q, k, v, causal, window)
+    scale = _check_scale(scale, q.shape[3])
+    chosen = _resolve_step("prefill", step, q, k, v)
+    o, lse = _prefill(q, k, v, chosen, causal, window, scale, return_lse)
+    return (o, lse) if return_lse else o
+
+
+def _check_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int) -> None:
+    """TypeError or ValueError where q, k and v do not fit each other; a window of 0 is none."""
     _check_tensors(q=q, k=k, v=v)
     batch, q_len, q_heads, head_dim = q.shape
     if k.shape != v.shape:
@@ -74,18 +92,23 @@ def prefill(
     for name, size, most in (("batch", batch, MAX_GRID_YZ), ("q_heads", q_heads, MAX_GRID_YZ)):
         if size > most:
             raise ValueError(f"q: {name} {size} is above {most}")
-    if max(q_len, k.shape[1]) >= 2**31 - 2**16:
+    if max(q_len, k.shape[1]) >= MAX_LENGTH:
         raise ValueError(f"q, k: lengths {q_len} and {k.shape[1]} must be below 2^31 - 2^16")
-    scale = _check_scale(scale, head_dim)
-    window = _check_window(window)
     if window and not causal:
         raise ValueError(f"window: {window} needs causal=True")
-    chosen = _resolve_step("prefill", step, q, k, v)
-    o, lse = _prefill(q, k, v, chosen, bool(causal), window, scale, bool(return_lse))
-    return (o, lse) if return_lse else o
 
 
-@operator("mila_kernels::prefill", check=lambda q, k, v, step, *rest: _check_alignment(step, q, k, v))
+def _check_prefill_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: str, causal: bool, window: int, scale: float, *_: Any
+) -> None:
+    """The operator's own check, for who calls it directly."""
+    check_int("window", window, 0)
+    _check_prefill(q, k, v, causal, window)
+    _check_scale(scale, q.shape[3])
+    _check_step("prefill", step, q, k, v)
+
+
+@operator("mila_kernels::prefill", check=_check_prefill_call)
 def _prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -133,8 +156,7 @@ def _check_tensors(**tensors: torch.Tensor) -> None:
     """Type, dims, dtype, device, last stride and grad of attention's tensors; the first sets what the others match."""
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: a torch.Tensor is needed, not {type(x).__name__}")
+        check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name}: shape {tuple(x.shape)} must have 4 dims, [batch, tokens, heads, head_dim]")
         if x.dtype not in DTYPE_CODES:
@@ -147,8 +169,7 @@ def _check_tensors(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name}: device {x.device} must equal that of {first_name}, {first.device}")
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name}: the last dim's stride is {x.stride(3)} and must be 1; pass {name}.contiguous()")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: requires grad, and there is no backward; use torch.no_grad() or {name}.detach()")
+        check_no_grad(name, x)
 
 
 def _check_scale(scale: float | None, head_dim: int) -> float:
@@ -156,8 +177,8 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale: a float is needed, not {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: {scale} must be finite")
+    if not -MAX_SCALE <= scale <= MAX_SCALE:  # nor a NaN
+        raise ValueError(f"scale: {shown(scale)} must be finite, from -2^80 to 2^80")
     return float(scale)
 
 
@@ -168,7 +189,7 @@ def _check_window(window: int | None) -> int:
     if isinstance(window, bool) or not isinstance(window, int):
         raise TypeError(f"window: an int or None is needed, not {type(window).__name__}")
     if window <= 0:
-        raise ValueError(f"window: {window} must be positive, or None for no window")
+        raise ValueError(f"window: {shown(window)} must be positive, or None for no window")
     return min(window, 2**31 - 1)
 
 
@@ -178,8 +199,7 @@ def _resolve_step(op: str, step: str | steps.Step | None, *tensors: torch.Tensor
     looks at them."""
     q = tensors[0]
     if torch.compiler.is_compiling():
-        name = step.id if isinstance(step, steps.Step) else step
-        return _step_to_compile(op, name, q.shape[3], q.dtype, q.device, rows)
+        return _step_to_compile(op, steps.name_of(step), q.shape[3], q.dtype, q.device, rows)
 
     def misfit(s: steps.Step) -> str | None:
         return _unfit(s, q.shape[3], q.dtype, q.device) or _misaligned(s, *tensors)
@@ -217,7 +237,7 @@ def _misaligned(step: steps.Step, *tensors: torch.Tensor) -> str | None:
     return None
 
 
-def _check_alignment(step: str, *tensors: torch.Tensor) -> None:
-    reason = _misaligned(steps.step(step), *tensors)
-    if reason:
-        raise ValueError(f"step: {step} does not fit: {reason}")
+def _check_step(op: str, step: str, *tensors: torch.Tensor) -> None:
+    """ValueError where a step is none of the op's, or cannot run on q, k and v as they are."""
+    q = tensors[0]
+    steps.choose(op, step, lambda s: _unfit(s, q.shape[3], q.dtype, q.device) or _misaligned(s, *tensors))

@@ -5,22 +5,24 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from . import build, outputs, steps
+from .arguments import check_flag, check_int, check_no_grad, check_tensor, shown
 from .arrivals import arrivals
 from .attention import (
     DTYPE_CODES,
     MAX_GRID_YZ,
-    _check_alignment,
     _check_scale,
+    _check_step,
     _check_tensors,
     _check_window,
     _resolve_step,
     _strides,
 )
-from .cache import Cache, ContiguousCache, PagedCache, RingCache, check_lengths, check_queries
+from .cache import Cache, ContiguousCache, PagedCache, RingCache, check_lengths, check_queries, seen_by_kernels
 from .operator import operator
 
 MAX_Q_LEN = 8
@@ -74,7 +76,7 @@ def decode(
             ``capacity - q_len + 1`` newest).
         sink: float32 ``[q_heads]``: a logit per head that takes weight and has no value.
         num_splits: over how many blocks the keys of a head are cut; None: enough to fill the device.
-        scale: factor of the scores; None: ``1 / sqrt(head_dim)``. Gemma 4 uses 1.0.
+        scale: factor of the scores, at most 2^80 either way; None: ``1 / sqrt(head_dim)``. Gemma 4 uses 1.0.
         return_lse: also return ``ln(sum(exp(score)))``, the sink included, float32 ``[batch, q_heads, q_len]``.
 
     Returns:
@@ -88,20 +90,18 @@ def decode(
 
     CUDA tensors run on their device and its current stream, CPU tensors in emulation. Forward only.
     """
+    check_flag("return_lse", return_lse)
     _check_tensors(q=q)
     batch, q_len, q_heads, head_dim = q.shape
     check_queries(cache, q, (ContiguousCache, RingCache, PagedCache), (q.dtype, torch.float8_e4m3fn))
-    if q_len > MAX_Q_LEN:
-        raise ValueError(f"q: q_len {q_len} must be at most {MAX_Q_LEN}; use prefill() for more")
-    for name, size in (("batch", batch), ("q_len times q_heads", q_len * q_heads)):
-        if size > MAX_GRID_YZ:
-            raise ValueError(f"q: {name} {size} is above {MAX_GRID_YZ}")
+    _check_sizes(batch, q_len, q_heads)
     check_lengths(lengths, batch, q.device)
     _check_sink(sink, q)
     window = _check_window(window)
     if isinstance(cache, RingCache):
         window = _check_ring(window, cache.capacity, q_len)
     splits = _check_splits(num_splits)
+    scale = _check_scale(scale, head_dim)
     rows = min(q_len * q_heads // cache.kv_heads, ROWS)
     k, v = cache.keys, cache.values
     chosen = _resolve_step("decode", step, q, k, v, rows=rows)
@@ -109,17 +109,45 @@ def decode(
         cache.check(lengths)
     o, lse = _decode(
         q, k, v, lengths, getattr(cache, "page_table", None), sink, cache.k_scale, cache.v_scale, cache.fault, chosen,
-        isinstance(cache, RingCache), window, splits, _check_scale(scale, head_dim), bool(return_lse),
+        isinstance(cache, RingCache), window, splits, scale, return_lse,
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
 
-@operator(
-    "mila_kernels::decode", mutates_args=("fault",),
-    check=lambda q, k, v, lengths, page_table, sink, k_scale, v_scale, fault, step, *rest: (
-        _check_alignment(step, q, k, v)
-    ),
-)  # fmt: skip
+def _check_decode_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None,
+    sink: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, fault: torch.Tensor,
+    step: str, ring: bool, window: int, splits: int, scale: float, *_: Any,
+) -> None:  # fmt: skip
+    """The operator's own check, for who calls it directly."""
+    _check_tensors(q=q)
+    batch, q_len, q_heads, head_dim = q.shape
+    _check_sizes(batch, q_len, q_heads)
+    cache: Cache
+    if page_table is not None:
+        cache = seen_by_kernels(PagedCache, k, v, page_table=page_table)
+    else:
+        cache = seen_by_kernels(RingCache, k, v) if ring else seen_by_kernels(ContiguousCache, k, v)
+    check_queries(cache, q, (type(cache),), (q.dtype, torch.float8_e4m3fn))
+    check_lengths(lengths, batch, q.device)
+    _check_sink(sink, q)
+    for name, x, size in (("k_scale", k_scale, k.shape[2]), ("v_scale", v_scale, k.shape[2]), ("fault", fault, 3)):
+        dtype = torch.int32 if name == "fault" else torch.float32
+        if x is not None and name != "fault" and k.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{name}: only an E4M3 cache has scales, this one is {k.dtype}")
+        if x is not None and (x.dtype != dtype or x.shape != (size,) or x.device != q.device or x.stride(0) != 1):
+            raise ValueError(
+                f"{name}: {x.dtype} {tuple(x.shape)} on {x.device} must be {dtype} [{size}], contiguous, on {q.device}"
+            )
+    check_int("window", window, 0)
+    if ring:
+        check_int("window", _check_ring(window, cache.capacity, q_len), 1)
+    check_int("splits", splits, 0, MAX_SPLITS)
+    _check_scale(scale, head_dim)
+    _check_step("decode", step, q, k, v)
+
+
+@operator("mila_kernels::decode", mutates_args=("fault",), check=_check_decode_call)
 def _decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, page_table: torch.Tensor | None,
     sink: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, fault: torch.Tensor,
@@ -193,14 +221,20 @@ def merge(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
     ``partials`` are (O, LSE) pairs as decode() and prefill() return them: O ``[batch, q_len, q_heads, head_dim]`` and
     float32 LSE ``[batch, q_heads, q_len]``, natural log. (0, -inf), no key, is the neutral element. Returns such a
-    pair, O in the first's dtype, computed in float32. A sink must be in one of the parts only. ValueError if shapes
-    differ.
+    pair, O in the first's dtype, computed in float32. A sink must be in one of the parts only. TypeError or ValueError
+    where ``partials`` are not such pairs, or their shapes or devices differ.
     """
+    if not isinstance(partials, list | tuple):
+        raise TypeError(f"partials: a list of (O, LSE) pairs is needed, not {type(partials).__name__}")
     if not partials:
         raise ValueError("partials: at least one (O, LSE) pair is needed")
-    first_o, first_lse = partials[0]
+    for i, pair in enumerate(partials):
+        _check_pair(i, pair)
+    first_o, _ = partials[0]
     batch, q_len, q_heads, _ = first_o.shape
     for i, (o, lse) in enumerate(partials):
+        if o.device != first_o.device or lse.device != first_o.device:
+            raise ValueError(f"partials: pair {i} is on {o.device} and {lse.device}, not on {first_o.device}")
         if o.shape != first_o.shape or tuple(lse.shape) != (batch, q_heads, q_len):
             raise ValueError(
                 f"partials: pair {i} has shapes {tuple(o.shape)} and {tuple(lse.shape)}, not {tuple(first_o.shape)} "
@@ -216,15 +250,36 @@ def merge(partials: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
     return o.to(first_o.dtype), total
 
 
+def _check_pair(i: int, pair: object) -> None:
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(x, torch.Tensor) for x in pair):
+        raise TypeError(f"partials: pair {i} must be two tensors, (O, LSE), not {type(pair).__name__}")
+    o, lse = pair
+    if o.dim() != 4 or o.dtype not in (*DTYPE_CODES, torch.float32):
+        raise ValueError(
+            f"partials: O of pair {i} is {o.dtype} {tuple(o.shape)} and must be torch.bfloat16, torch.float16 or "
+            "torch.float32 [batch, q_len, q_heads, head_dim]"
+        )
+    if lse.dtype != torch.float32:
+        raise ValueError(f"partials: LSE of pair {i} is {lse.dtype} and must be torch.float32")
+
+
 def _pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def _check_sizes(batch: int, q_len: int, q_heads: int) -> None:
+    if q_len > MAX_Q_LEN:
+        raise ValueError(f"q: q_len {q_len} must be at most {MAX_Q_LEN}; use prefill() for more")
+    for name, size in (("batch", batch), ("q_len times q_heads", q_len * q_heads)):
+        if size > MAX_GRID_YZ:
+            raise ValueError(f"q: {name} {size} is above {MAX_GRID_YZ}")
 
 
 def _check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
     if sink is None:
         return
-    if not isinstance(sink, torch.Tensor):
-        raise TypeError(f"sink: a torch.Tensor is needed, not {type(sink).__name__}")
+    check_tensor("sink", sink)
+    check_no_grad("sink", sink)
     if sink.dtype != torch.float32 or tuple(sink.shape) != (q.shape[2],) or sink.device != q.device:
         raise ValueError(
             f"sink: {sink.dtype} {tuple(sink.shape)} on {sink.device} must be torch.float32 [{q.shape[2]}] "
@@ -253,5 +308,5 @@ def _check_splits(num_splits: int | None) -> int:
     if isinstance(num_splits, bool) or not isinstance(num_splits, int):
         raise TypeError(f"num_splits: an int or None is needed, not {type(num_splits).__name__}")
     if not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits: {num_splits} must be between 1 and {MAX_SPLITS}")
+        raise ValueError(f"num_splits: {shown(num_splits)} must be between 1 and {MAX_SPLITS}")
     return num_splits

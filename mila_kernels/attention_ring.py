@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
 from . import build, outputs, steps
+from .arguments import check_flag, check_int
 from .attention import (
     DTYPE_CODES,
     MAX_GRID_YZ,
-    _check_alignment,
     _check_scale,
+    _check_step,
     _check_tensors,
     _check_window,
     _resolve_step,
     _strides,
 )
-from .cache import RingCache, check_lengths, check_queries
+from .cache import RingCache, check_lengths, check_queries, seen_by_kernels
 from .operator import operator
 
 MAX_ROWS = 2**31 - 2**16  # tokens times query heads of a KV head: the kernels count them in 32 bits
@@ -42,6 +44,8 @@ def largest_chunk(capacity: int, window: int) -> int:
     ``window - 1`` tokens before itself: ``capacity - window + 1``, or 0 where the ring is smaller than the window. It
     is never more than ``capacity``: of more tokens the last would overwrite the chunk's own first.
     """
+    check_int("capacity", capacity, 0)
+    check_int("window", window, 0)
     return min(capacity, max(0, capacity - window + 1))
 
 
@@ -84,8 +88,9 @@ def prefill_ring(
 
     CUDA tensors run on their device and its current stream, CPU tensors in emulation. Forward only.
     """
+    check_flag("return_lse", return_lse)
     _check_tensors(q=q)
-    batch, q_len, q_heads, head_dim = q.shape
+    batch, q_len, _, head_dim = q.shape
     check_queries(cache, q, (RingCache,), (q.dtype,))
     check_lengths(lengths, batch, q.device)
     if q_len > cache.capacity:
@@ -93,6 +98,18 @@ def prefill_ring(
             f"q: q_len {q_len} is above {cache.capacity}, the ring's capacity: its last tokens overwrite its first ones"
         )
     window = _check_window(window) or largest_chunk(cache.capacity, max(q_len, 1))
+    _check_ring(q, cache, window)
+    scale = _check_scale(scale, head_dim)
+    chosen = _resolve_step("prefill_ring", step, q, cache.keys, cache.values)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        cache.check(lengths)
+    o, lse = _prefill_ring(q, cache.keys, cache.values, lengths, chosen, window, scale, return_lse)
+    return (o, lse) if return_lse else o
+
+
+def _check_ring(q: torch.Tensor, cache: RingCache, window: int) -> None:
+    """ValueError where the queries are more than a ring or a grid takes."""
+    batch, q_len, q_heads, _ = q.shape
     most = largest_chunk(cache.capacity, window)
     if q_len > most:
         raise ValueError(
@@ -105,13 +122,6 @@ def prefill_ring(
     ):  # fmt: skip
         if size > limit:
             raise ValueError(f"q: {name} {size} is above {limit}")
-    chosen = _resolve_step("prefill_ring", step, q, cache.keys, cache.values)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        cache.check(lengths)
-    o, lse = _prefill_ring(
-        q, cache.keys, cache.values, lengths, chosen, window, _check_scale(scale, head_dim), bool(return_lse)
-    )
-    return (o, lse) if return_lse else o
 
 
 def prefill_through_ring(
@@ -134,17 +144,26 @@ def prefill_through_ring(
     :func:`largest_chunk` of the capacity and the window. Otherwise as :func:`prefill_ring`; afterwards the cache holds
     the newest tokens.
     """
+    check_flag("return_lse", return_lse)
     _check_tensors(q=q, k=k, v=v)
     check_queries(cache, q, (RingCache,), (q.dtype,))
+    check_lengths(lengths, q.shape[0], q.device)
+    _check_scale(scale, q.shape[3])
     for name, x in (("k", k), ("v", v)):
         if tuple(x.shape) != (q.shape[0], q.shape[1], cache.kv_heads, q.shape[3]):
             raise ValueError(
                 f"{name}: shape {tuple(x.shape)} must be {(q.shape[0], q.shape[1], cache.kv_heads, q.shape[3])}"
             )
+    if window is None:
+        raise TypeError("window: an int is needed, not NoneType")
     most = largest_chunk(cache.capacity, _check_window(window))
     chunk = most if chunk is None else chunk
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(f"chunk: an int or None is needed, not {type(chunk).__name__}")
     if not 1 <= chunk <= most:
         raise ValueError(f"chunk: {chunk} must be between 1 and {most}, for {cache.capacity} slots and window {window}")
+    # The first chunk is appended before its attention would refuse a step.
+    _resolve_step("prefill_ring", step, q, cache.keys, cache.values)
     o = outputs.empty(q, q.shape)
     lse = outputs.empty(q, (q.shape[0], q.shape[2], q.shape[1]), torch.float32)
     for start in range(0, q.shape[1], chunk):
@@ -157,7 +176,22 @@ def prefill_through_ring(
     return (o, lse) if return_lse else o
 
 
-@operator("mila_kernels::prefill_ring", check=lambda q, k, v, lengths, step, *rest: _check_alignment(step, q, k, v))
+def _check_prefill_ring_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
+    step: str, window: int, scale: float, *_: Any,
+) -> None:  # fmt: skip
+    """The operator's own check, for who calls it directly."""
+    _check_tensors(q=q)
+    cache = seen_by_kernels(RingCache, k, v)
+    check_queries(cache, q, (RingCache,), (q.dtype,))
+    check_lengths(lengths, q.shape[0], q.device)
+    check_int("window", window, 1)
+    _check_ring(q, cache, window)
+    _check_scale(scale, q.shape[3])
+    _check_step("prefill_ring", step, q, k, v)
+
+
+@operator("mila_kernels::prefill_ring", check=_check_prefill_ring_call)
 def _prefill_ring(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor,
     step: str, window: int, scale: float, with_lse: bool,

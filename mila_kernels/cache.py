@@ -13,11 +13,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
+from .arguments import LARGEST_FLOAT, SMALLEST_FLOAT, check_no_grad, check_tensor, shown
+
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+TOKEN_DTYPES = (*CACHE_DTYPES, torch.float32)
 E4M3_MAX = 448.0
+MAX_TOKENS = 2**31 - 2**16  # of a sequence, a ring or a pool: the kernels count them, and a tile more, in 32 bits
 PAGE_SIZES = (16, 32, 64, 128)
 LAYOUTS = ("NHD", "HND")
 FAULT_LENGTH, FAULT_PAGE = 1, 2  # as in csrc/decode/args.cuh
@@ -27,7 +32,11 @@ FAULT_LENGTH, FAULT_PAGE = 1, 2  # as in csrc/decode/args.cuh
 class _Cache:
     """``k`` and ``v``: BF16, FP16 or E4M3, ``[batch or pages, slots, kv_heads, head_dim]`` (layout NHD) or
     ``[batch or pages, kv_heads, slots, head_dim]`` (HND), any strides with a contiguous last dim.
-    ``k_scale`` and ``v_scale``: the factor of stored values, a float or float32 ``[kv_heads]``; E4M3 only."""
+    ``k_scale`` and ``v_scale``: the factor of stored values, a float or float32 ``[kv_heads]``; E4M3 only. Finite and
+    positive: floats and tensors on the CPU are looked at here, those on a GPU by :meth:`check`.
+
+    A field may be set again; the next call looks at all of them as the constructor did. TypeError and ValueError name
+    the field."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -36,7 +45,35 @@ class _Cache:
     layout: str = field(default="NHD", kw_only=True)
     fault: torch.Tensor = field(init=False, repr=False)
 
+    _checked = False  # of the class: an object's own is True while its fields are as they were looked at
+
     def __post_init__(self) -> None:
+        self.check_fields()
+        self.fault = torch.zeros(3, dtype=torch.int32, device=self.k.device)
+        self._make_scales()
+        self._checked = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name != "_checked":
+            object.__setattr__(self, "_checked", False)
+
+    def prepare(self) -> None:
+        """Looks at the fields, unless they are as they were, and makes the scales what kernels read."""
+        if self._checked:
+            return
+        self.check_fields()
+        if self.fault.device != self.k.device:
+            self.fault = self.fault.to(self.k.device)
+        self._make_scales()
+        self._checked = True
+
+    def _make_scales(self) -> None:
+        self.k_scale = self._scale("k_scale", self.k_scale)
+        self.v_scale = self._scale("v_scale", self.v_scale)
+
+    def check_fields(self) -> None:
+        """TypeError or ValueError for a tensor or a layout that does not fit, by name."""
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: {self.layout!r} must be one of {', '.join(LAYOUTS)}")
         for name in ("k", "v"):
@@ -48,20 +85,29 @@ class _Cache:
             )
         if self.kv_heads < 1:
             raise ValueError(f"k: shape {tuple(self.k.shape)} has no head")
-        self.k_scale = self._scale("k_scale", self.k_scale)
-        self.v_scale = self._scale("v_scale", self.v_scale)
-        self.fault = torch.zeros(3, dtype=torch.int32, device=self.k.device)
+        if self._slots >= MAX_TOKENS:
+            raise ValueError(f"k: its {self._slots} slots must be below 2^31 - 2^16")
 
     def _scale(self, name: str, scale: float | torch.Tensor | None) -> torch.Tensor | None:
         if scale is None:
             return None
         if self.k.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{name}: only an E4M3 cache has scales, this one is {self.k.dtype}")
+        if isinstance(scale, torch.Tensor):
+            if not scale.dtype.is_floating_point:
+                raise ValueError(f"{name}: dtype {scale.dtype} must be torch.float32, or another of floats")
+            check_no_grad(name, scale)
+        elif isinstance(scale, bool) or not isinstance(scale, int | float):
+            raise TypeError(f"{name}: a float or a torch.Tensor is needed, not {type(scale).__name__}")
+        elif not SMALLEST_FLOAT <= scale <= LARGEST_FLOAT:  # nor a NaN
+            raise ValueError(f"{name}: {shown(scale)} must be positive and finite in float32")
         values = torch.as_tensor(scale, dtype=torch.float32, device=self.k.device)
         if values.dim() > 1 or values.numel() not in (1, self.kv_heads):
             raise ValueError(
                 f"{name}: shape {tuple(values.shape)} must be a scalar or [{self.kv_heads}], one a KV head"
             )
+        if values.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_scales(name, values)
         return values.reshape(-1).expand(self.kv_heads).contiguous()
 
     @property
@@ -97,14 +143,18 @@ class _Cache:
         return self._slots
 
     def check(self, lengths: torch.Tensor | None = None) -> None:
-        """Waits for the device and raises ValueError for what is wrong in ``lengths`` now, or what kernels have noted
-        since the last check: which sequence, and which entry."""
+        """Waits for the device and raises ValueError for what is wrong in scales or ``lengths`` now, or what kernels
+        have noted since the last check: which sequence, and which entry."""
+        self.prepare()
+        for name, scales in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scales is not None:
+                _check_scales(name, torch.as_tensor(scales))
         code, row, detail = self.fault.tolist()
         self.fault.zero_()
         if lengths is not None:  # first, as a length that is too large leads to entries that are not in use
             self._check_lengths(lengths)
         if code == FAULT_LENGTH:
-            raise ValueError(f"lengths: row {row} is {detail}, and must be between 0 and the capacity, {self.capacity}")
+            raise ValueError(f"lengths: row {row} is {detail}, and must be between 0 and {self._told_longest()}")
         if code == FAULT_PAGE:
             raise ValueError(
                 f"page_table: row {row}, column {detail} named no page of the pool when it was used; or the length of "
@@ -114,12 +164,13 @@ class _Cache:
     def _check_lengths(self, lengths: torch.Tensor) -> None:
         for row, length in enumerate(lengths.tolist()):
             if length < 0 or length > self._longest():
-                raise ValueError(
-                    f"lengths: row {row} is {length}, and must be between 0 and the capacity, {self.capacity}"
-                )
+                raise ValueError(f"lengths: row {row} is {length}, and must be between 0 and {self._told_longest()}")
 
     def _longest(self) -> int:
         return self.capacity
+
+    def _told_longest(self) -> str:
+        return f"the capacity, {self.capacity}"
 
     def slots(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices into the first two dims of ``keys`` of positions ``[batch, n]``, all within the capacity."""
@@ -129,14 +180,21 @@ class _Cache:
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
         """Writes the newest tokens, ``k`` and ``v`` ``[batch, n, kv_heads, head_dim]``, to positions ``lengths - n`` to
         ``lengths - 1`` of each sequence; positions below 0, beyond the capacity or in a page outside the pool are left
-        out. Values that an E4M3 cache cannot hold saturate at 448 times the scale; NaN stays NaN. Waits for nothing on
-        a GPU."""
-        expected = (self.batch, k.shape[1] if k.dim() == 4 else -1, self.kv_heads, self.head_dim)
+        out. They may be BF16, FP16, FP32 or E4M3; what an E4M3 cache cannot hold saturates at 448 times the scale, and
+        NaN stays NaN. Waits for nothing on a GPU. TypeError or ValueError names what does not fit."""
+        self.prepare()
         for name, x in (("k", k), ("v", v)):
-            if tuple(x.shape) != expected:
+            check_tensor(name, x)
+            if x.dim() != 4 or tuple(x.shape) != (self.batch, k.shape[1], self.kv_heads, self.head_dim):
                 raise ValueError(
                     f"{name}: shape {tuple(x.shape)} must be [{self.batch}, n, {self.kv_heads}, {self.head_dim}]"
                 )
+            if x.dtype not in TOKEN_DTYPES:
+                raise ValueError(f"{name}: dtype {x.dtype} must be one of {', '.join(map(str, TOKEN_DTYPES))}")
+            if x.device != self.k.device:
+                raise ValueError(f"{name}: device {x.device} must equal that of the cache, {self.k.device}")
+            check_no_grad(name, x)
+            check_no_grad("cache", getattr(self, name))
         check_lengths(lengths, self.batch, self.k.device)
         n = k.shape[1]
         if n > self.capacity:
@@ -200,13 +258,16 @@ class RingCache(_Cache):
     """Like ContiguousCache, but position p lies in slot ``p % capacity``: the newest ``capacity`` tokens are kept, and
     lengths go on counting. A decode of q_len tokens with window W needs ``capacity >= W + q_len - 1``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.capacity < 1:
             raise ValueError(f"k: a ring needs at least one slot, not shape {tuple(self.k.shape)}")
 
     def _longest(self) -> int:
-        return 2**31 - 2**16
+        return MAX_TOKENS
+
+    def _told_longest(self) -> str:
+        return f"{MAX_TOKENS}, whatever the ring's capacity"
 
     def slots(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, positions = super().slots(positions)
@@ -222,11 +283,10 @@ class PagedCache(_Cache):
 
     page_table: torch.Tensor
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         table = self.page_table
-        if not isinstance(table, torch.Tensor):
-            raise TypeError(f"page_table: a torch.Tensor is needed, not {type(table).__name__}")
+        check_tensor("page_table", table)
         if table.dtype != torch.int32 or table.dim() != 2 or table.device != self.k.device:
             raise ValueError(
                 f"page_table: {table.dtype} {tuple(table.shape)} on {table.device} must be torch.int32 "
@@ -236,7 +296,9 @@ class PagedCache(_Cache):
             raise ValueError(f"page_table: the last dim's stride is {table.stride(1)} and must be 1")
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"k: page size {self.page_size} must be one of {', '.join(map(str, PAGE_SIZES))}")
-        if self.capacity >= 2**31 - 2**16:
+        if self.pages >= MAX_TOKENS:
+            raise ValueError(f"k: its {self.pages} pages must be below 2^31 - 2^16")
+        if self.capacity >= MAX_TOKENS:
             raise ValueError(f"page_table: {table.shape[1]} pages of {self.page_size} pass 2^31 - 2^16 positions")
         if table.numel() and not self.pages:
             raise ValueError("k: the pool has no page, and the page table has entries")
@@ -275,6 +337,16 @@ class PagedCache(_Cache):
 
 
 Cache = ContiguousCache | RingCache | PagedCache
+C = TypeVar("C", ContiguousCache, RingCache, PagedCache)
+
+
+def seen_by_kernels(kind: type[C], k: torch.Tensor, v: torch.Tensor, **more: torch.Tensor) -> C:
+    """The cache of what a kernel is given, its fields looked at; no memory of its own, thus no fault and no scales."""
+    found = object.__new__(kind)
+    found.__dict__.update({"k": k, "v": v, "k_scale": None, "v_scale": None, "layout": "NHD", **more})
+    found.check_fields()
+    found._checked = True
+    return found
 
 
 def check_queries(cache: Cache, q: torch.Tensor, kinds: Sequence[type], dtypes: Sequence[torch.dtype]) -> None:
@@ -284,6 +356,10 @@ def check_queries(cache: Cache, q: torch.Tensor, kinds: Sequence[type], dtypes: 
         *others, last = (kind.__name__ for kind in kinds)
         needed = f"{', '.join(others)} or {last}" if others else last
         raise TypeError(f"cache: {needed} is needed, not {type(cache).__name__}")
+    if not cache._checked:
+        cache.prepare()
+    if (cache.k.requires_grad or cache.v.requires_grad) and torch.is_grad_enabled():
+        raise ValueError("cache: k or v requires grad, and there is no backward; use torch.no_grad()")
     if cache.k.device != q.device:
         raise ValueError(f"cache: device {cache.k.device} must equal that of q, {q.device}")
     if cache.k.dtype not in dtypes:
@@ -300,8 +376,7 @@ def check_queries(cache: Cache, q: torch.Tensor, kinds: Sequence[type], dtypes: 
 
 def check_lengths(lengths: torch.Tensor, batch: int, device: torch.device) -> None:
     """TypeError or ValueError unless ``lengths`` is int32 ``[batch]`` on ``device``; the values are not looked at."""
-    if not isinstance(lengths, torch.Tensor):
-        raise TypeError(f"lengths: a torch.Tensor is needed, not {type(lengths).__name__}")
+    check_tensor("lengths", lengths)
     if lengths.dtype != torch.int32 or tuple(lengths.shape) != (batch,) or lengths.device != device:
         raise ValueError(
             f"lengths: {lengths.dtype} {tuple(lengths.shape)} on {lengths.device} must be torch.int32 [{batch}] "
@@ -312,16 +387,24 @@ def check_lengths(lengths: torch.Tensor, batch: int, device: torch.device) -> No
 
 
 def _check_store(name: str, x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: a torch.Tensor is needed, not {type(x).__name__}")
+    check_tensor(name, x)
     if x.dim() != 4:
         raise ValueError(f"{name}: shape {tuple(x.shape)} must have 4 dims")
     if x.dtype not in CACHE_DTYPES:
         raise ValueError(f"{name}: dtype {x.dtype} must be one of {', '.join(map(str, CACHE_DTYPES))}")
     if x.stride(3) != 1 and x.shape[3] > 1:
         raise ValueError(f"{name}: the last dim's stride is {x.stride(3)} and must be 1")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: requires grad, and there is no backward")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: device {x.device} must be a CUDA device, or cpu for emulation")
+    check_no_grad(name, x)
+
+
+def _check_scales(name: str, scales: torch.Tensor) -> None:
+    """ValueError unless all are positive and finite; waits for a GPU."""
+    bad = ~((scales >= SMALLEST_FLOAT) & (scales <= LARGEST_FLOAT))
+    if bool(bad.any()):
+        found = float(scales.reshape(-1)[bad.reshape(-1)][0])
+        raise ValueError(f"{name}: {found} must be positive and finite in float32")
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
