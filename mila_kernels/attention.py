@@ -46,7 +46,8 @@ def prefill(
     """Attention of many queries: ``softmax(scale * q k^T) v`` per head, computed in FP32.
 
     Args:
-        q: ``[batch, q_len, q_heads, head_dim]``, BF16 or FP16, last dim contiguous, any other strides.
+        q: ``[batch, q_len, q_heads, head_dim]``, BF16 or FP16, last dim contiguous, any other strides. ``head_dim`` is
+            a multiple of 32 from 64 to 512; most steps take its powers of two.
         k, v: ``[batch, kv_len, kv_heads, head_dim]``, like ``q``; ``q_heads`` is a multiple of ``kv_heads``.
         step: an optimisation step (``"prefill/02_smem_tiles"``); None: the fastest that fits device and shape.
         causal: query ``i`` sits at position ``kv_len - q_len + i`` and sees no later key.

@@ -22,7 +22,6 @@ from mila_kernels import build, outputs, parity, reference, steps
 from mila_kernels.attention import PrefillArgs, prefill
 
 STEPS = [step.id for step in steps.steps("prefill")]
-HEAD_DIMS = (64, 128, 256, 512)
 BOUNDS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 NAN, INF = math.nan, math.inf
 
@@ -86,11 +85,36 @@ def check_random(
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize(
-    ("step", "head_dim"), [(step, d) for step in STEPS for d in HEAD_DIMS if d in steps.step(step).head_dims]
-)
+@pytest.mark.parametrize(("step", "head_dim"), [(step, d) for step in STEPS for d in steps.step(step).head_dims])
 def test_every_head_dim_and_dtype(step, head_dim, dtype, device):
     check_random(step, device, q_len=19, kv_len=40, q_heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", range(64, 513, 32))
+@pytest.mark.parametrize("order", ["01", "02"])
+def test_multiples_of_32_in_check_mode(order, head_dim):
+    """The kernel's own head dim is the next power of two: nothing beyond head_dim may be read, written or counted."""
+    step = steps.step(f"prefill/{order}")
+    assert head_dim in step.head_dims
+    with build.emulation(check=True, seed=head_dim):
+        check_random(step.id, torch.device("cpu"), q_len=18, kv_len=35, q_heads=3, head_dim=head_dim, seed=head_dim)
+
+
+def test_the_default_takes_any_multiple_of_32(device):
+    for head_dim in (96, 160, 480):
+        q, k, v = (normal(1, n, 2, head_dim, seed=n, device=device) for n in (3, 9, 9))
+        assert_right(prefill(q, k, v, return_lse=True), reference.attention(q, k, v), torch.bfloat16)
+    with pytest.raises(ValueError, match="q: head_dim 80 must be one of 64, 96, 128, 160, 192"):
+        prefill(*(normal(1, 3, 2, 80) for _ in range(3)))
+
+
+@every_step
+def test_a_long_prompt(step, device, large):
+    d = dim(step, 128)
+    tokens, heads = (4000, 8) if large else (150, 2)
+    for window in (None, tokens // 4):
+        check_random(step, device, q_len=tokens, kv_len=tokens, q_heads=heads, head_dim=d, window=window)
+    check_random(step, device, q_len=100, kv_len=16 * tokens if large else tokens, q_heads=heads, head_dim=d)
 
 
 @every_step

@@ -116,6 +116,16 @@ def test_any_prompt_through_any_ring(
 
 
 @every_step
+def test_a_long_prompt(step, device, large):
+    tokens, window, capacity, heads = (5000, 1024, 1500, 8) if large else (150, 33, 50, 2)
+    head_dim = 256 if 256 in steps.step(step).head_dims else steps.step(step).head_dims[-1]
+    q, k, v = prompt(tokens, q_heads=heads, head_dim=head_dim, device=device)
+    lengths = int32(0, device=device)
+    out = prefill_through_ring(q, k, v, ring(capacity, k), lengths, window=window, step=step, return_lse=True)
+    assert_right(out, reference.attention(q, k, v, window=window), torch.bfloat16)
+
+
+@every_step
 def test_ragged_lengths(step, device):
     lengths = int32(0, 3, 20, 64, 200, device=device)
     q, k, v = prompt(200, batch=5, device=device)

@@ -7,6 +7,7 @@
 // Verdict: Kept. Where the grid is full (N 8192) the gain is the predicted one. On the published instance it is above
 //   1.5: there step 01 has 2.6 waves of blocks and waits for L2 more than for its load pipe, and shared memory answers
 //   sooner. The loads did not become fewer, which is what remains.
+// Head dims: 64 96 128 160 192 224 256 288 320 352 384 416 448 480 512
 // Alignment: 2
 #include "args.cuh"
 
