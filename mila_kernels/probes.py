@@ -3,19 +3,21 @@
 With q = 0 every key that is seen has the same weight. COUNT: exp(LSE) is how many there are. MEAN: V[j] = j, and the
 output is the mean position seen. MASK: V[j] = one-hot(j), and the columns that are not zero are the keys seen.
 
-With random values two runs of a step must agree. POISON: NaN, in K, in V, in both, wherever no query sees a key, gives
-bit for bit what zeros there give. CHUNKS: a prompt cut in four ways gives what it gives whole, but for the rounding.
+With random values two runs of a step must agree. POISON: NaN, in K, in V, in both, wherever no query sees a key (and,
+of prefill, all around them in memory) gives bit for bit what zeros there give. CHUNKS: a prompt cut in four ways gives
+what it gives whole, but for the rounding.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from . import build, ops, shapes, steps
-from .parity import Parity, compare
+from .parity import Parity, compare, poisoned
 from .results import ParityRow, RunWriter
 from .shapes import Workload
 from .steps import Step
@@ -51,11 +53,9 @@ def is_probe(shape: str) -> bool:
 
 
 def _has_dead(w: Workload) -> bool:
-    """Whether some slot of K and V is seen by no query; a ring that was made for a workload has one if its text is
-    shorter, a pool always."""
-    if not w.kv_len or not w.q_len or not w.batch:
-        return False
-    return w.op == "decode" or (bool(w.window) and (w.op == "prefill_ring" or int(seen(w)[0][0]) > 0))
+    """Whether there is memory of K and V that no query sees; a ring that was made for a workload has some if its text
+    is shorter, a pool always, and tensors have what lies around them."""
+    return bool(w.kv_len and w.q_len and w.batch) and (w.op != "prefill_ring" or bool(w.window))
 
 
 def check(
@@ -107,17 +107,19 @@ def _poison(step: Step, w: Workload, device: torch.device) -> Parity:
     dead = torch.ones(stores[0].shape, dtype=torch.bool, device=device)
     dead[_slots(w, inputs, torch.arange(int(seen(w)[0][0]), w.kv_len, device=device))] = False
 
-    def run(*poisoned: torch.Tensor) -> list[torch.Tensor]:
-        for store in stores:
-            nan = any(store is x for x in poisoned)
+    def run(bad: str) -> list[torch.Tensor]:
+        for name, store in zip("kv", stores, strict=True):
+            value = math.nan if name in bad else 0.0
             bits = store.view(torch.uint8) if store.dtype == torch.float8_e4m3fn else store
-            bits.masked_fill_(dead, (0x7F if bits.dtype == torch.uint8 else float("nan")) if nan else 0)
+            bits.masked_fill_(dead, 0x7F if bits.dtype == torch.uint8 and name in bad else value)
+            if w.op == "prefill":
+                inputs[name] = poisoned(store, value)[0]
         return [x.clone() for x in op.run(step=step, **inputs)]
 
-    clean = run()
+    clean = run("")
     wrong = elements = 0
-    for poisoned in ((stores[0],), (stores[1],), stores):
-        for a, b in zip(run(*poisoned), clean, strict=True):
+    for bad in ("k", "v", "kv"):
+        for a, b in zip(run(bad), clean, strict=True):
             wrong += int((a.view(torch.uint8) != b.view(torch.uint8)).view(*a.shape, -1).any(-1).sum())
             elements += a.numel()
     return Parity(rel_l2=wrong / max(elements, 1), max_abs=float(wrong), nonfinite=0, bound=0.0, passed=wrong == 0)

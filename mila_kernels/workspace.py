@@ -156,4 +156,5 @@ def as_text(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mib(value: float) -> str:
-    return f"{value / 1024:.3g} GiB" if value >= 1024 else f"{value:.3g} MiB"
+    """Three digits, and GiB from where MiB would take a fourth."""
+    return f"{value / 1024:.3g} GiB" if value >= 999.5 else f"{value:.3g} MiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,16 @@ def test_a_pipeline_whose_scores_do_not_fit_is_not_offered() -> None:
     names = [[p.name for p in peers.peers("prefill", shapes.parse_shape("prefill", text))] for text in (small, large)]
     assert "torch three calls" in names[0]
     assert "torch three calls" not in names[1]
+
+
+def test_what_fits_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of 32,768 tokens of 16 heads are 34 GB: no matter to an H200, too much for a card of 48."""
+    w = shapes.parse_shape("prefill_ring", "b1 q32768h16 kv32768h8 d256 w1024 causal bf16")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gigabytes, offered in ((141, True), (48, False)):
+        memory = SimpleNamespace(total_memory=gigabytes * 10**9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda memory=memory: memory)
+        assert ("torch SDPA" in [p.name for p in peers.peers("prefill_ring", w)]) is offered
 
 
 def test_an_optional_peer_runs_only_where_its_package_is_installed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mila_kernels import ops, probes, results, shapes
+from mila_kernels import ops, probes, results, shapes, steps
 
 CASES = {
     "prefill/01_scalar": "b2 q9h2 kv40h1 d64 w7 causal bf16",
@@ -55,7 +55,7 @@ def test_which_keys_are_seen() -> None:
 
 
 def test_no_probe_where_positions_are_not_exact() -> None:
-    assert probes.kinds(shapes.parse_shape("prefill", "b1 q1h1 kv300h1 d64 causal bf16")) == ["count"]
+    assert probes.kinds(shapes.parse_shape("prefill", "b1 q1h1 kv300h1 d64 causal bf16")) == ["count", "poison"]
     assert probes.kinds(shapes.parse_shape("decode", "b1 q1h1 kv65h1 d128 bf16 kvfp8 page64")) == [
         "count", "mask", "poison"
     ]  # fmt: skip
@@ -78,6 +78,22 @@ def test_poison_that_is_read_is_seen(step: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(ops.OPS, w.op, type(op)(**{**vars(op), "run": one_more, "make_inputs": wide}))
     (row,) = (row for row in probes.check(step, w, "emulation") if row.shape.endswith(" poison"))
     assert not row.passed and row.max_abs
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_what_is_read_around_a_tensor_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes a row before the first for the first."""
+    op = ops.op("prefill")
+
+    def row_before(**inputs: Any) -> Any:
+        x = inputs[name]
+        return op.run(**{**inputs, name: x.as_strided(x.shape, x.stride(), x.storage_offset() - x.stride(1))})
+
+    w = shapes.parse_shape("prefill", "b1 q9h1 kv9h1 d64 causal bf16")
+    monkeypatch.setitem(ops.OPS, "prefill", type(op)(**{**vars(op), "run": row_before}))
+    assert not probes._poison(steps.step("prefill/01"), w, torch.device("cpu")).passed
+    monkeypatch.undo()
+    assert probes._poison(steps.step("prefill/01"), w, torch.device("cpu")).passed
 
 
 def test_chunks_that_do_not_agree_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

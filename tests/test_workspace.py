@@ -48,6 +48,13 @@ def test_recorded_figures_stand_beside_the_computed_ones(tmp_path: Path, monkeyp
     assert shown.loc["8K", f"{workspace.STORED} (measured)"] == ""
 
 
+@pytest.mark.parametrize(
+    ("mib", "text"), [(0, "0 MiB"), (95.94, "95.9 MiB"), (999.4, "999 MiB"), (1021, "0.997 GiB"), (1024, "1 GiB")]
+)
+def test_no_power_of_ten_beside_a_unit(mib: float, text: str) -> None:
+    assert workspace._mib(mib) == text
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_allocator_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
