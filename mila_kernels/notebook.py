@@ -267,29 +267,39 @@ class Session:
     def check_last(self, names: Sequence[str], workload: Workload, queries: int = 256) -> pd.DataFrame:
         """Errors of steps and peers on a workload too long for a float64 of all of it: those of its last ``queries``.
 
-        On a GPU each row is written to the run; elsewhere the recorded ones. Raises AssertionError as :meth:`check`.
+        On a GPU each row is written to the run; elsewhere the recorded ones. Raises AssertionError naming the steps
+        that failed, after all have run.
         """
+        shape = f"{workload.shape} last {queries}"
+        chosen = [step for step in map(steps.step, names) if workload.fits(step)]
+        others = peers_of([workload])
+        if self.live:
+            with self.run as run:
+                rows = [run.add(row) for row in self._last_rows(chosen, others, workload, queries, shape)]
+            failed = [f"{row.step}: {row.rel_l2:.2e}" for row in rows if row.source_sha and not row.passed]
+            if failed:
+                raise AssertionError(f"above the bound on {shape}: {'; '.join(failed)}")
+        rows_of_all = results.table("parity", self.source)
+        known = [*(step.name for step in chosen), *(peer.name for peer in others)]
+        mine = rows_of_all[(rows_of_all["op"] == workload.op) & (rows_of_all["shape"] == shape)]
+        return mine[mine["step"].isin(known)].drop_duplicates(["step"], keep="last")
+
+    def _last_rows(
+        self, chosen: Sequence[steps.Step], others: Sequence[Peer], workload: Workload, queries: int, shape: str
+    ) -> Iterator[results.ParityRow]:
         from . import ops, parity
 
-        shape = f"{workload.shape} last {queries}"
-        if not self.live:
-            rows = results.table("parity", self.gpu)
-            known = [*(steps.step(name).name for name in names), *(peer.name for peer in peers_of([workload]))]
-            return rows[(rows["shape"] == shape) & rows["step"].isin(known)].drop_duplicates(["step"], keep="last")
         entry = ops.op(workload.op)
         inputs = entry.make_inputs(workload, self.seed, self.device)
         truth = entry.reference(**{**inputs, "q": inputs["q"][:, -queries:]})[0]
         bound = entry.bound(workload)
-        with self.run as run:
-            for step in map(steps.step, names):
-                found = parity.compare(entry.run(step=step, **inputs)[0][:, -queries:], truth, bound)
-                run.add(self._parity_row(workload.op, step.name, shape, found, step.source_sha))
-                assert found.passed, f"{step.name} on {shape}: {found}"
-            for peer in peers_of([workload]):
-                if peer.runs_on(self.device):
-                    found = parity.compare(peer.prepare(**inputs)()[:, -queries:], truth, 2 * bound)
-                    run.add(self._parity_row(workload.op, peer.name, shape, found))
-        return pd.DataFrame([asdict(row) for row in results.read(self.source, "parity") if row.shape == shape])
+        for step in chosen:
+            found = parity.compare(entry.run(step=step, **inputs)[0][:, -queries:], truth, bound)
+            yield self._parity_row(workload.op, step.name, shape, found, step.source_sha)
+        for peer in others:
+            if peer.runs_on(self.device):
+                found = parity.compare(peer.prepare(**inputs)()[:, -queries:], truth, 2 * bound)
+                yield self._parity_row(workload.op, peer.name, shape, found)
 
     def _parity_row(self, op: str, step: str, shape: str, found: Parity, source_sha: str = "") -> results.ParityRow:
         return results.ParityRow(

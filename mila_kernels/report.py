@@ -39,6 +39,7 @@ class Line:
     rel_l2: float
     bound: float
     passed: bool
+    probed: bool
     stale: bool
     failure: str
 
@@ -89,13 +90,14 @@ def lines(op: str, gpu: str) -> list[Line]:
     timings = {str(row["step"]): row for row in recorded(op, gpu, main_workload(op).name).to_dict("records")}
     parity = results.table("parity", gpu)
     parity = parity[(parity["op"] == op) & (parity["backend"] == "cuda")]
-    parity = parity[[not probes.is_probe(str(shape)) for shape in parity["shape"]]]  # theirs are errors of an element
     parity = parity.assign(step=[name.rpartition("/")[2] for name in parity["step"]])
     return [_line(step, timings.get(step.name), parity[parity["step"] == step.name]) for step in _steps(op)]
 
 
 def _line(step: Step, timed: dict[Hashable, Any] | None, parity: pd.DataFrame) -> Line:
     ok = timed if timed and timed["status"] == "ok" else None
+    probed = parity["shape"].map(probes.is_probe).astype(bool)
+    probe, parity = parity[probed], parity[~probed]  # a probe's errors are those of an element, with bounds of its own
     return Line(
         step=step,
         ms=float(ok["median_us"]) / 1e3 if ok else float("nan"),
@@ -103,6 +105,7 @@ def _line(step: Step, timed: dict[Hashable, Any] | None, parity: pd.DataFrame) -
         rel_l2=float(parity["rel_l2"].max()) if len(parity) else float("nan"),
         bound=float(parity["bound"].min()) if len(parity) else float("nan"),
         passed=bool(parity["passed"].all()) if len(parity) else False,
+        probed=bool(probe["passed"].all()),
         stale=bool(timed["stale"]) if timed else False,
         failure="" if ok or not timed else str(timed["error"]),
     )
@@ -117,6 +120,7 @@ def _cells(line: Line) -> dict[str, str]:
     mark = " (stale)" if line.stale else ""
     time = f"{number(line.ms)}{mark}" if line.ms == line.ms else "failed" if line.failure else NOT_RECORDED
     error = f"{line.rel_l2:.1e}" + ("" if line.passed else ", above its bound") if line.rel_l2 == line.rel_l2 else ""
+    error += "" if line.probed else ", fails a probe"
     return {
         "step": line.step.name,
         "change": headline(line.step.change),
@@ -125,6 +129,23 @@ def _cells(line: Line) -> dict[str, str]:
         "error": error or NOT_RECORDED,
         "verdict": headline(line.step.verdict),
     }
+
+
+def peers_error(op: str, gpu: str) -> str:
+    """Errors of peers and of steps on the inputs that both were compared on, in a sentence; "" where there are none.
+
+    A peer that fails on some, as torch does where a query sees no key, is shown by the others.
+    """
+    parity = results.table("parity", gpu)
+    parity = parity[(parity["op"] == op) & (parity["backend"] == "cuda")]
+    names = {step.name for step in _steps(op)}
+    ours = parity[parity["step"].isin(names)]
+    theirs = parity[(parity["source_sha"] == "") & parity["passed"] & parity["shape"].isin(ours["shape"])]
+    if theirs.empty:
+        return ""
+    same = ours[ours["shape"].isin(theirs["shape"])]
+    worst = [f"{name} {rows['rel_l2'].max():.1e}" for name, rows in theirs.groupby("step", sort=True)]
+    return f"Error on the inputs that both were compared on: steps {same['rel_l2'].max():.1e}, {', '.join(worst)}.\n"
 
 
 def headline(text: str, least: int = 20) -> str:
@@ -194,6 +215,7 @@ def _roofline(gpu: str, timings: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
 
 def _errors(gpu: str) -> Iterator[tuple[str, Figure]]:
     parity = results.table("parity", gpu)
+    parity = parity[~parity["shape"].map(probes.is_probe).astype(bool)]
     for op, rows in parity.groupby("op", sort=True):
         named = rows.assign(step=[name.rpartition("/")[2] for name in rows["step"]]).sort_values("step", kind="stable")
         yield f"errors-{op}", plots.errors(named, title=f"{op}: every recorded comparison")
@@ -256,7 +278,8 @@ def _steps_of_readme(op: str, gpu: str) -> str:
         table.append(cells | {"notebook": f"[{notebook.stem}]({_notebook_link(notebook, gpu)})" if notebook else ""})
     workload = main_workload(op)
     what = f"{workload.note} ({workload.shape})" if workload.note else workload.shape
-    return f"`{op}`: {what}\n\n{results.export(pd.DataFrame(table), 'md')}"
+    beside = peers_error(op, gpu)
+    return f"`{op}`: {what}\n\n{results.export(pd.DataFrame(table), 'md')}" + (f"\n{beside}" if beside else "")
 
 
 def _notebook_link(notebook: Path, gpu: str) -> str:

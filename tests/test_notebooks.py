@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -412,8 +412,6 @@ def test_wrong_parameters_are_named(arguments: dict[str, Any], named: str) -> No
 
 
 def test_check_fails_loudly_after_all_cases_have_run(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     strict = replace(ops.OPS["prefill"], bound=lambda workload: 1e-9)
     monkeypatch.setitem(ops.OPS, "prefill", strict)
     session = notebook.start("emulation")
@@ -421,6 +419,30 @@ def test_check_fails_loudly_after_all_cases_have_run(recorded: Path, monkeypatch
     with pytest.raises(AssertionError, match=r"q3h1.*q2h1"):
         session.check(["prefill/01_scalar"], texts)
     assert len(results.read(session.run.folder, "parity")) == 4, "each case, plain and poisoned"
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [("prefill", "b1 q40h2 kv50h1 d64 causal bf16"), ("prefill_ring", "b1 q40h2 kv50h1 d64 w16 causal bf16")],
+)
+def test_the_last_queries_stand_for_a_whole_prompt(
+    op: str, text: str, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, but for SDPA, which needs one: rows of steps and peers, and a step that is wrong is named."""
+    session, workload = notebook.start("emulation"), shapes.parse_shape(op, text)
+    names = [step.id for step in steps.steps(op)][:1] + (["prefill/18_two_blocks"] if op == "prefill" else [])
+    assert session.check_last(names, workload, 7).empty, "nothing is recorded"
+    monkeypatch.setattr(notebook.Session, "live", True)
+    rows = session.check_last(names, workload, 7)
+    assert rows["step"].tolist() == [steps.step(names[0]).name, "torch three calls"], "18 does not take head dim 64"
+    assert (
+        set(rows["shape"]) == {f"{text} last 7"} and rows["passed"].all() and rows["rel_l2"].between(1e-4, 4e-3).all()
+    )
+    entry = ops.OPS[op]
+    shifted = replace(entry, run=lambda **given: tuple(out.roll(1, 1) for out in entry.run(**given)))
+    monkeypatch.setitem(ops.OPS, op, shifted)
+    with pytest.raises(AssertionError, match=rf"above the bound on {text} last 7: {rows['step'].iloc[0]}"):
+        session.check_last(names, workload, 7)
 
 
 def test_a_peer_that_refuses_a_shape_is_reported(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

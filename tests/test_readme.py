@@ -158,6 +158,25 @@ def test_an_error_above_its_bound_is_said(rows: Path) -> None:
     assert report.steps_table("prefill", "h200")["error"][0] == "4.7e-03, above its bound"
 
 
+def test_a_probe_is_no_error_but_fails_loudly(rows: Path) -> None:
+    def add(shape: str, rel_l2: float, passed: bool, step: str = "01_scalar", sha: str = "a" * 12) -> None:
+        results.append(rows, results.ParityRow(run_id="r1", op="prefill", step=step, source_sha=sha, backend="cuda",
+                                               shape=shape, seed=0, rel_l2=rel_l2, max_abs=0.1, nonfinite=0,
+                                               bound=0.5, passed=passed))  # fmt: skip
+
+    shape = shapes.workload("prefill/published-instance").shape
+    add(f"{shape} mean", 0.1, True)
+    assert report.steps_table("prefill", "h200")["error"][0] == "1.7e-03"
+    add(f"{shape} mask", 0.3, False)
+    assert report.steps_table("prefill", "h200")["error"][0] == "1.7e-03, fails a probe"
+    assert report.peers_error("prefill", "h200") == ""
+    add(shape, 2.2e-3, True, "torch SDPA", "")
+    add("b1 q7h1 kv5h1 d64 causal bf16", 0.9, False, "torch SDPA", "")
+    add("b1 q9h1 kv9h1 d64 causal bf16", 2.6e-3, True, "torch SDPA", "")
+    said = "Error on the inputs that both were compared on: steps 1.7e-03, torch SDPA 2.2e-03.\n"
+    assert report.peers_error("prefill", "h200") == said and said in report.PARTS["steps"]("h200")
+
+
 def test_charts_of_recorded_rows(rows: Path) -> None:
     files = [file.name for file in report.draw("h200")]
     assert files == [
