@@ -5,6 +5,7 @@
 #   make test VENV=~/envs/gpu              an existing environment; its torch >= 2.11 is kept
 #   make test VENV= PYTHON=~/env/bin/python   that interpreter as it is; its torch >= 2.11 is kept
 
+ASKED := $(origin PYTHON)
 PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= auto
@@ -26,10 +27,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.mila_kernels
 endif
 
+VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 HAS_TORCH := import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 .DEFAULT_GOAL := help
-.PHONY: setup reproduce test lab static figures sanitize profile lint strip clean help
+.PHONY: interpreter setup reproduce test lab static figures sanitize profile lint strip clean help
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,9 +41,21 @@ help: ## print the targets
 
 setup: $(STAMP) ## make the environment and install the package into it
 
+# An environment keeps the interpreter that it was made with: another one asked for would be ignored.
+interpreter:
+ifneq ($(ASKED),undefined)
+ifneq ($(strip $(VENV)),)
+	@test ! -x "$(PY)" || { \
+	    asked=$$("$(PYTHON)" -c '$(VERSION)') && has=$$("$(PY)" -c '$(VERSION)') && \
+	    { test "$$asked" = "$$has" || { \
+	        echo "$(VENV) has Python $$has, and PYTHON=$(PYTHON) is $$asked: remove $(VENV), or give another VENV=..." >&2; \
+	        exit 2; }; }; }
+endif
+endif
+
 # An environment that this file made is filled from the pins. Any other keeps its torch if that is new enough,
 # and gets only what is missing, because replacing a working CUDA build is worse than an untested version.
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt pyproject.toml | interpreter
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 ifneq ($(strip $(VENV)),)
 	@test -x "$(PY)" || { "$(PYTHON)" -m venv "$(VENV)" && touch "$(VENV)/.pinned"; }

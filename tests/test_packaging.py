@@ -131,6 +131,27 @@ def test_make_hands_its_variables_on() -> None:
 
 
 @needs_make
+def test_another_python_than_the_environments_is_refused(tmp_path: Path) -> None:
+    def python(path: Path, version: str) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho {version}\n")
+        path.chmod(0o755)
+        return path
+
+    venv = python(tmp_path / "venv/bin/python", "3.11").parents[1]
+    newer, same = python(tmp_path / "python3.12", "3.12"), python(tmp_path / "python3.11", "3.11")
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")}
+    for target in ("test", "setup", "interpreter"):
+        command = ["make", target, f"VENV={venv}", f"PYTHON={newer}"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 2, done.stdout
+        assert f"{venv} has Python 3.11, and PYTHON={newer} is 3.12: remove {venv}, or give another VENV" in done.stderr
+    # The same; none asked for; no environment yet.
+    for words in ([f"VENV={venv}", f"PYTHON={same}"], [f"VENV={venv}"], [f"VENV={tmp_path}/new", f"PYTHON={newer}"]):
+        subprocess.run(["make", "interpreter", *words], cwd=ROOT, env=env, check=True, capture_output=True)
+
+
+@needs_make
 def test_profile_without_a_step_says_what_to_type(tmp_path: Path) -> None:
     stamp = ROOT / "build" / "setup"
     command = ["make", "profile", f"PYTHON={sys.executable}", "VENV=", "-o", "requirements.txt", "-o", "pyproject.toml"]
