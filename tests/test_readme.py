@@ -6,12 +6,12 @@ import argparse
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
-import mila_kernels as mk
-from mila_kernels import paths, report, results, shapes, steps
+from mila_kernels import parity, paths, reference, report, results, shapes, steps
 from mila_kernels.__main__ import main
 
 README = (paths.ROOT / "README.md").read_text()
@@ -56,9 +56,15 @@ def test_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
         assert [word for word in words if word.startswith("-") and word not in known] == []
 
 
-def test_the_example_runs() -> None:
-    assert "+" in str(mk.diff("prefill/01_scalar", "prefill/02_smem_tiles"))
-    assert callable(mk.prefill)
+def test_the_examples_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert examples
+    for example in examples:
+        names: dict[str, Any] = {}
+        exec(compile(example, "README.md", "exec"), names)
+        o, q, k, v = (names[name] for name in "oqkv")
+        assert parity.compare(o, reference.attention(q, k, v)[0], 2.0**-8).passed
+    assert "+" in capsys.readouterr().out
 
 
 def test_first_screen() -> None:
@@ -239,5 +245,7 @@ def test_published_figures_stand_beside_their_steps() -> None:
         pytest.skip("data/published.csv is not there")
     ms = dict(zip(found["step"], found["ms"], strict=True))
     assert ms["01_scalar"] == 127 and ms["02_smem_tiles"] == 103
-    assert set(found["gpu"]) == {"RTX 4070"} and found["source"].str.len().min() > 0
+    assert ms["06_qk_mma"] == pytest.approx(1.57 * 22.8), "only a percentage over the step before was published"
+    assert found["slower"].dropna().tolist() == [57]
+    assert list(ms) == sorted(ms) and set(found["gpu"]) == {"RTX 4070"} and found["source"].str.len().min() > 0
     assert isinstance(found, pd.DataFrame)
