@@ -147,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at exit
         return FAILED
+    except OSError as error:  # a folder that cannot be written, a full disk
+        print(f"mila_kernels {args.command}: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print(f"mila_kernels {args.command}: interrupted", file=sys.stderr)
         return 130
@@ -215,8 +218,8 @@ def _build(args: argparse.Namespace) -> int:
 
     from . import build, steps
 
+    chosen = steps.select(args.steps)  # before a device is looked for, which may say that kernels run in emulation
     backend = "emulation" if _in_emulation(args.device) else "cuda"
-    chosen = steps.select(args.steps)
     if len(chosen) == 1:
         try:
             build.load(chosen[0], backend)  # type: ignore[arg-type]
@@ -252,19 +255,19 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=_positive, default=1, metavar="N", help="seeds to run, from --seed on (default 1)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="first seed (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="first seed (default 0)")
     parser.add_argument("--save", action="store_true", help="keep the rows, in a new run under results/local/")
 
 
 def _check(args: argparse.Namespace) -> int:
     from . import results, steps
 
+    seeds = range(args.seed, args.seed + args.seeds)
+    chosen = steps.select(args.steps)
+    _check_names(chosen, args.workload)
+    cases = [(step, w, seed) for step in chosen for w in _check_workloads(step, args) for seed in seeds]
     if not _in_emulation(args.device) and args.check_mode:
         raise ValueError("--check-mode is a mode of emulation; add --device emulation")
-    seeds = range(args.seed, args.seed + args.seeds)
-    cases = [
-        (step, w, seed) for step in steps.select(args.steps) for w in _check_workloads(step, args) for seed in seeds
-    ]
     with results.RunWriter() if args.save else nullcontext() as run:
         failures = sum(_check_one(step, workload, seed, args, run) for step, workload, seed in _progress(cases))
     print(f"{len(cases) - failures} of {len(cases)} cases passed" + (f", {failures} FAILED" if failures else ""))
@@ -301,8 +304,9 @@ def _check_one(step: Step, workload: Workload, seed: int, args: argparse.Namespa
 def _check_workloads(step: Step, args: argparse.Namespace) -> list[Workload]:
     from . import shapes
 
-    chosen = [shapes.workload(name) for name in args.workload] + [shapes.parse_shape(step.op, t) for t in args.shape]
-    if chosen:
+    named = [w for w in map(shapes.workload, args.workload) if w.op == step.op]
+    chosen = named + [shapes.parse_shape(step.op, text) for text in args.shape]
+    if chosen or args.workload:
         return chosen
     if step.op not in CHECK_SHAPES:
         raise ValueError(f"{step.id}: {step.op} has no default shapes; give --shape or --workload")
@@ -324,7 +328,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every named workload of each operation")
     parser.add_argument("--peers", action="store_true", help="also what a user would call instead, after the steps")
     parser.add_argument("--cache", choices=("cold", "hot"), default="cold", help="L2 before each launch (default cold)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="seed of the inputs (default 0)")
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -354,7 +358,9 @@ def _bench_cases(args: argparse.Namespace) -> list[tuple[Step | Peer, Workload]]
     """Steps with their workloads; with --peers, then each peer with those of the workloads that it takes."""
     from . import peers, steps
 
-    ours = [(step, workload) for step in steps.select(args.steps) for workload in _bench_workloads(step, args)]
+    chosen = steps.select(args.steps)
+    _check_names(chosen, args.workload)
+    ours = [(step, workload) for step in chosen for workload in _bench_workloads(step, args)]
     workloads = dict.fromkeys(workload for _, workload in ours) if args.peers else {}
     return [*ours, *((peer, workload) for workload in workloads for peer in peers.peers(workload.op, workload))]
 
@@ -390,13 +396,14 @@ def _profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", action="append", default=[], metavar="NAME", help="default: the op's first workload"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="seed of the inputs (default 0)")
 
 
 def _profile(args: argparse.Namespace) -> int:
     from . import counters, results, shapes, steps
 
     step = steps.step(args.step)
+    _check_names([step], args.workload)
     workloads = [shapes.workload(name) for name in args.workload] or shapes.workloads(step.op)[:1]
     try:
         counters.find_ncu()
@@ -497,6 +504,17 @@ def _progress(cases: Sequence[T]) -> Iterable[T]:
     return tqdm(cases, unit="case", leave=False)
 
 
+def _check_names(chosen: Sequence[Step], names: Sequence[str]) -> None:
+    """ValueError where a workload is named whose operation none of the steps is of."""
+    from . import shapes
+
+    ops = sorted({step.op for step in chosen})
+    for name in names:
+        op = shapes.workload(name).op
+        if op not in ops:
+            raise ValueError(f"--workload {name} is of {op}, and the steps are of {', '.join(ops)}")
+
+
 def _in_emulation(device: str) -> bool:
     """Whether kernels would run in emulation; ValueError where the device asked for is not there."""
     from . import build
@@ -508,10 +526,22 @@ def _in_emulation(device: str) -> bool:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    return _number(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    """A whole number from ``least`` to what torch and the emulation take as a seed."""
+    from .arguments import MAX_SEED
+
+    if not text.strip().removeprefix("-").isdecimal() or len(text) > 40:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
+    if not least <= int(text) <= MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is not from {least} to {MAX_SEED}")
+    return int(text)
 
 
 CHECK_MORE = """\

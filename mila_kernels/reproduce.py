@@ -206,15 +206,18 @@ def reproduce(
 
 def _new_run(out: Path | None) -> tuple[str, Path]:
     run_id = results.new_run_id()
-    folder = (out if out is not None else RESULTS / "local" / run_id).expanduser().resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out: {folder} is not a folder")
-    if any((folder / name).exists() for name in ("index.html", "notebooks.csv", "runs.csv")):
-        raise ValueError(
-            f"out: {folder} already holds a run; name another folder, so that its figures cannot pass as new"
-        )
-    (folder / "notebooks").mkdir(parents=True, exist_ok=True)
-    (folder / "figures").mkdir(exist_ok=True)
+    try:
+        folder = (out if out is not None else RESULTS / "local" / run_id).expanduser().resolve()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"out: {folder} is not a folder")
+        if any((folder / name).exists() for name in ("index.html", "notebooks.csv", "runs.csv")):
+            raise ValueError(
+                f"out: {folder} already holds a run; name another folder, so that its figures cannot pass as new"
+            )
+        (folder / "notebooks").mkdir(parents=True, exist_ok=True)
+        (folder / "figures").mkdir(exist_ok=True)
+    except (OSError, RuntimeError) as error:  # a RuntimeError where ~user has no home
+        raise ValueError(f"out: {out or RESULTS / 'local'} cannot be made: {error}") from error
     return run_id, folder
 
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 ATTENTION_OPS = ("prefill", "prefill_ring", "decode")
 LINEAR_OPS = ("matvec_fp4", "matvec_fp8", "gemm_w4a8")
 MASKS = ("causal", "full", "")
-DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
+DTYPES = ("bf16", "fp16")
+KV_DTYPES = (*DTYPES, "fp8")
+MOST = 2**31 - 2**16 - 1  # of tokens, rows or columns: the kernels count them, and a tile more, in 32 bits
+MOST_ELEMENTS = 2**40  # of one tensor: more fits no memory
 PUBLISHED_INSTANCE = "prefill/published-instance"
 
 T = TypeVar("T")
@@ -96,29 +99,38 @@ class Workload:
             raise ValueError(f"mask must be 'causal', 'full' or '', not {self.mask!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.kv_dtype and self.kv_dtype not in DTYPES:
-            raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)} or '', not {self.kv_dtype!r}")
+        if self.kv_dtype and self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPES)} or '', not {self.kv_dtype!r}")
         if self.is_attention:
             self._check_attention()
+            self._check_elements("q", self.batch, self.q_len, self.q_heads, self.head_dim)
+            self._check_elements("k", self.batch, self.kv_len, self.kv_heads, self.head_dim)
         else:
             self._check_numbers(("n", "k"), least=1)
             self._check_numbers(("m",), least=0)
+            for name, rows, columns in (("w", self.n, self.k), ("x", self.m, self.k), ("y", self.m, self.n)):
+                self._check_elements(name, rows, columns)
 
     def _check_attention(self) -> None:
         self._check_numbers(("q_heads", "kv_heads", "head_dim"), least=1)
         self._check_numbers(("batch", "q_len", "kv_len"), least=0)
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1 or None, not {self.window}")
-        if self.page is not None and self.page < 1:
-            raise ValueError(f"page must be at least 1 or None, not {self.page}")
+        self._check_numbers([name for name in ("window", "page") if getattr(self, name) is not None], least=1)
         if self.q_heads % self.kv_heads:
             raise ValueError(f"q_heads must be a multiple of kv_heads, not {self.q_heads} and {self.kv_heads}")
 
     def _check_numbers(self, names: Iterable[str], least: int) -> None:
         for name in names:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} of a {self.op} workload must be an integer >= {least}, not {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+                raise ValueError(
+                    f"{name} of a {self.op} workload must be an integer from {least} to {MOST}, not {_short(value)}"
+                )
+
+    def _check_elements(self, name: str, *sizes: int) -> None:
+        if math.prod(sizes) > MOST_ELEMENTS:
+            raise ValueError(
+                f"{name} of a {self.op} workload must have at most 2^40 elements, not {' x '.join(map(str, sizes))}"
+            )
 
     @property
     def is_attention(self) -> bool:
@@ -223,25 +235,39 @@ def linear_workload(op: str, *, n: int, k: int, m: int, dtype: str = "bf16") -> 
 
 _ATTENTION_SHAPE = re.compile(
     r"b(?P<batch>\d+) q(?P<q_len>\d+)h(?P<q_heads>\d+) kv(?P<kv_len>\d+)h(?P<kv_heads>\d+) d(?P<head_dim>\d+)"
-    r"(?: w(?P<window>\d+))?(?: (?P<mask>causal|full))? (?P<dtype>bf16|fp16|fp32)"
+    r"(?: w(?P<window>\d+))?(?: (?P<mask>causal|full))? (?P<dtype>bf16|fp16)"
     r"(?: kv(?P<kv_dtype>bf16|fp16|fp8))?(?: page(?P<page>\d+))?"
 )
-_LINEAR_SHAPE = re.compile(r"n(?P<n>\d+) k(?P<k>\d+) m(?P<m>\d+) (?P<dtype>bf16|fp16|fp32)")
+_LINEAR_SHAPE = re.compile(r"n(?P<n>\d+) k(?P<k>\d+) m(?P<m>\d+) (?P<dtype>bf16|fp16)")
 _TEXTS = {"mask", "dtype", "kv_dtype"}
 
 
 def parse_shape(op: str, text: str) -> Workload:
-    """The workload whose ``.shape`` is text; ValueError shows the form that op takes."""
+    """The workload whose ``.shape`` is text; ValueError shows the form that op takes, or names a size that is none."""
+    if op not in (*ATTENTION_OPS, *LINEAR_OPS):
+        raise ValueError(f"op must be one of {', '.join((*ATTENTION_OPS, *LINEAR_OPS))}, not {op!r}")
+    if not isinstance(text, str):
+        raise TypeError(f"text: a str is needed, not {type(text).__name__}")
     linear = op in LINEAR_OPS
     pattern, example = (_LINEAR_SHAPE, "n30720 k3840 m1 bf16") if linear else (
         _ATTENTION_SHAPE, "b1 q512h16 kv8192h1 d512 causal bf16")  # fmt: skip
     match = pattern.fullmatch(" ".join(text.split()))
     if match is None:
         raise ValueError(f"shape of {op} must read like {example!r}, not {text!r}")
-    values = {name: (value or "") if name in _TEXTS else None if value is None else int(value)
+    values = {name: (value or "") if name in _TEXTS else None if value is None else _size(value)
               for name, value in match.groupdict().items()}  # fmt: skip
     unit, better = ("tflops", "higher") if op in ("gemm_w4a8", "prefill", "prefill_ring") else ("us", "lower")
     return Workload(op=op, unit=unit, better=better, **values)  # type: ignore[arg-type]
+
+
+def _size(digits: str) -> int:
+    """The number; of very many digits, which Python may refuse to read, one as far above all sizes."""
+    return int(digits) if len(digits) < 99 else 10**99
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 40 else f"{text[:20]}... ({len(text)} digits)"
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -330,7 +356,8 @@ def geometries() -> list[Geometry]:
 
 def geometry(name: str) -> Geometry:
     """The attention geometry of that name, e.g. ``gemma4-12b-global`` (a space may stand for a dash)."""
-    return _lookup(_shapes(DATA)[0], name.replace(" ", "-"), "geometry")
+    dashed = name.replace(" ", "-") if isinstance(name, str) else name
+    return _lookup(_shapes(DATA)[0], dashed, "geometry")
 
 
 def linear_shapes() -> list[LinearShape]:
@@ -344,6 +371,8 @@ def linear_shape(name: str) -> LinearShape:
 
 
 def _lookup(table: dict[str, T], name: str, what: str) -> T:
+    if not isinstance(name, str):
+        raise TypeError(f"name: a str is needed, not {type(name).__name__}")
     if name in table:
         return table[name]
     near = difflib.get_close_matches(name, table, n=5, cutoff=0.4) or list(table)[:10]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mila_kernels import __main__ as cli
-from mila_kernels import counters, parity, paths, results, steps
+from mila_kernels import counters, notices, parity, paths, results, steps
 from mila_kernels.paths import ROOT
 
 SHAPE = "b1 q9h2 kv21h1 d64 causal bf16"
@@ -80,14 +80,25 @@ def test_unknown_step_is_wrong_use_and_names_close_ones(capsys: pytest.CaptureFi
     [
         ["check", "prefill/01", "--shape", "512 x 512"],
         ["check", "prefill/01", "--workload", "prefill/d512"],
+        ["check", "prefill/01", "--shape", "b1 q9h2 kv21h1 d64 causal fp32"],
+        ["check", "prefill/01", "--shape", "b1 q9h2 kv9999999999h1 d64 causal bf16"],
+        ["check", "prefill/01", "--workload", "matvec_fp4/gate_up-m1"],
+        ["bench", "prefill/01", "--workload", "matvec_fp4/gate_up-m1"],
+        ["profile", "prefill/01", "--workload", "matvec_fp4/gate_up-m1"],
+        ["check", "prefill/99"],
+        ["build", "prefill/99"],
         ["bench", "prefill/99"],
         ["list", "refill"],
         ["reproduce", "--only", "77"],
         ["reproduce", "-p", "seed"],
+        ["reproduce", "--only", "01", "--out", f"{__file__}/run"],
+        ["reproduce", "--only", "01", "--out", f"{'long' * 99}/run"],
+        ["reproduce", "--only", "01", "--out", "~nobody-of-that-name/run"],
         ["record", "no-such-run", "--as", "h200"],
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    notices.said.clear()  # a notice before the error would be a second line
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"mila_kernels {arguments[0]}: ")
@@ -104,11 +115,35 @@ def test_a_gpu_that_is_not_there_is_wrong_use(arguments: list[str], capsys: pyte
     assert "sees no CUDA device" in printed.err and printed.out == ""
 
 
-@pytest.mark.parametrize("arguments", [["check", "--seeds", "0"], ["check", "--device", "gpu"], ["nothing"]])
-def test_argparse_refuses_with_exit_code_2(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "--seeds", "0"], ["check", "--device", "gpu"], ["nothing"], ["check", "--seed", "-1"],
+        ["bench", "--seed", "-1"], ["profile", "prefill/01", "--seed", "9" * 30], ["check", "--seed", "one"],
+        ["check", "--seed", "9" * 5000],
+    ],
+    ids=lambda words: " ".join(words)[:30],
+)  # fmt: skip
+def test_argparse_refuses_with_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
+    assert len(capsys.readouterr().err) < 2000
+
+
+def test_what_cannot_be_written_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(paths, "RESULTS", Path(__file__) / "results")
+    assert cli.main(["check", "prefill/01", "--shape", SHAPE, "--device", "emulation", "--save"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("mila_kernels check: ") and error.count("\n") == 1
+
+
+def test_a_workload_is_checked_by_the_steps_of_its_operation() -> None:
+    args = cli.build_parser("check").parse_args(["check", "--workload", "matvec_fp4/gate_up-m1"])
+    assert cli._check_workloads(steps.step("prefill/01"), args) == []
+    assert [w.name for w in cli._check_workloads(steps.step("matvec_fp4/01"), args)] == ["matvec_fp4/gate_up-m1"]
 
 
 def test_check_passes_and_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,13 @@ def test_unknown_names_list_close_ones():
     ("changes", "message"),
     [
         ({"q_heads": 3, "kv_heads": 2}, "multiple of kv_heads"),
-        ({"window": 0}, "window must be at least 1"),
+        ({"window": 0}, "window of a prefill workload must be an integer from 1 to 2147418111, not 0"),
+        ({"page": 0}, "page of a prefill workload must be an integer from 1"),
+        ({"page": 1.5}, "page of a prefill workload must be an integer from 1 .*, not 1.5"),
+        ({"kv_len": 2**31}, "kv_len of a prefill workload must be an integer from 0 to 2147418111, not 2147483648"),
+        ({"kv_len": 2**30, "q_heads": 64, "kv_heads": 64}, "k of a prefill workload must have at most 2.40 elements, "),
+        ({"dtype": "fp32"}, "dtype must be one of bf16, fp16, not 'fp32'"),
+        ({"kv_dtype": "fp4"}, "kv_dtype must be one of bf16, fp16, fp8 or ''"),
         ({"q_len": -1}, "q_len of a prefill workload"),
         ({"mask": "diagonal"}, "mask must be"),
         ({"dtype": "int3"}, "dtype must be one of"),
@@ -95,6 +101,38 @@ def test_bad_workloads_name_the_argument(changes, message):
     values = {"q_heads": 2, "kv_heads": 1, "head_dim": 64, "q_len": 3, "kv_len": 8} | changes
     with pytest.raises(ValueError, match=message):
         shapes.attention_workload(**values)
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "message"),
+    [
+        ("prefill", "b1 q512h16 kv8192h1 d512 causal fp32", "shape of prefill must read like .*, not 'b1 q512h16"),
+        ("matvec_fp4", "n64 k256 m1 fp32", "shape of matvec_fp4 must read like"),
+        ("prefill", "b1 q99999999999h1 kv1h1 d64 causal bf16", "q_len of a prefill .* to 2147418111, not 99999999999"),
+        (
+            "prefill",
+            f"b1 q1{'0' * 5000}h1 kv1h1 d64 causal bf16",
+            r"q_len of a prefill .* not 1(0){19}\.\.\. ",
+        ),
+        (
+            "gemm_w4a8",
+            "n2000000000 k2000000000 m1 bf16",
+            "w of a gemm_w4a8 workload must have at most 2.40 elements",
+        ),
+        ("sort", "n64 k256 m1 bf16", "op must be one of prefill, prefill_ring, decode, .*, not 'sort'"),
+    ],
+)
+def test_shapes_that_no_operation_takes(op, text, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        shapes.parse_shape(op, text)
+
+
+def test_names_of_another_type():
+    for call in (shapes.geometry, shapes.workload, shapes.linear_shape):
+        with pytest.raises(TypeError, match="^name: a str is needed, not int"):
+            call(3)
+    with pytest.raises(TypeError, match="^text: a str is needed, not int"):
+        shapes.parse_shape("prefill", 3)
 
 
 def test_a_missing_data_folder_is_said(tmp_path: Path):
