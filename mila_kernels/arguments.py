@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
+MAX_SEED = 2**63 - 1  # torch's generators take it, and the emulation
 SMALLEST_FLOAT = 2.0**-126  # the smallest normal of FP32 and BF16
 
 

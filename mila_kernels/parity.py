@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import build, ops, shapes, steps
+from .arguments import MAX_SEED, check_int
 from .outputs import fill_bad, guarded, guarding
 from .results import ParityRow, RunWriter
 from .shapes import Workload
@@ -116,9 +117,15 @@ def check(
 
     A row holds the worst of the call's outputs, and fails too where a guard zone or a poisoned input was written. The
     shape of a poisoned row ends in ``poisoned``. With ``run``, each row is written as soon as it is known; without one
-    the rows' run_id is empty. Raises what the call raises (ValueError, KernelError): nothing is caught.
+    the rows' run_id is empty. Raises TypeError or ValueError for an argument that does not fit, by name, and what the
+    call raises (ValueError, KernelError): nothing is caught.
     """
     chosen = steps.step(step)
+    if not isinstance(workload, str | Workload):
+        raise TypeError(f"workload: a name or a Workload is needed, not {type(workload).__name__}")
+    check_int("seed", seed, 0, MAX_SEED)
+    if run is not None and not isinstance(run, RunWriter):
+        raise TypeError(f"run: a RunWriter or None is needed, not {type(run).__name__}")
     case = shapes.workload(workload) if isinstance(workload, str) else workload
     if case.op != chosen.op:
         raise ValueError(

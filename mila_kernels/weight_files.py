@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -22,8 +23,13 @@ def load_weight(path: str | Path, name: str | None = None) -> torch.Tensor:
 
     Raises:
         FileNotFoundError: no such file.
+        TypeError: a path that is none, or a name that is no str.
         ValueError: a file that is neither, or a name that it does not hold; the text lists close names.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: a str or a Path is needed, not {type(path).__name__}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name: a str or None is needed, not {type(name).__name__}")
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path: there is no file {path}")

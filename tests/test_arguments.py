@@ -435,6 +435,37 @@ def test_other_flags() -> None:
         pass
     with pytest.raises(TypeError, match="^check: True or False is needed, not str"):
         build.load(steps.step("prefill/01"), "emulation", check="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^architecture: a str such as sm_90a is needed, not int"):
+        with mk.emulation(architecture=90):  # type: ignore[arg-type]
+            pass
+
+
+@pytest.mark.parametrize(
+    ("partials", "error", "told"),
+    [
+        (3, TypeError, "partials: a list of .* pairs is needed, not int"),
+        ([], ValueError, r"partials: at least one \(O, LSE\) pair"),
+        ([3], TypeError, r"partials: pair 0 must be two tensors, \(O, LSE\), not int"),
+        ([(ones(1, 1, 1, 64), 1.0)], TypeError, "partials: pair 0 must be two tensors"),
+        ([(ones(1, 64), ones(1, 1, 1))], ValueError, r"partials: O of pair 0 is torch.bfloat16 \(1, 64\) and must be"),
+        (
+            [(ones(1, 1, 1, 64), ones(1, 1, 1))],
+            ValueError,
+            "partials: LSE of pair 0 is torch.bfloat16 and must be",
+        ),
+        ([(ones(1, 1, 1, 64), torch.ones(1, 1, 2))], ValueError, "partials: pair 0 has shapes"),
+    ],
+)
+def test_merge_refuses(partials: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=f"^{told}"):
+        mk.merge(partials)
+
+
+def test_the_largest_chunk_of_what_is_no_number() -> None:
+    with pytest.raises(TypeError, match="^capacity: an int is needed, not str"):
+        mk.largest_chunk("a", 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^window: -1 must be from 0"):
+        mk.largest_chunk(1, -1)
 
 
 # ---- the operators, called directly ----

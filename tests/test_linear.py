@@ -192,6 +192,17 @@ def test_arguments_are_refused_by_name() -> None:
         quantize_fp4(torch.ones(3, 256)).in_layout("columns")
 
 
+def test_weights_without_values_and_groups_of_another_type() -> None:
+    with pytest.raises(ValueError, match="^w: device meta must be a CUDA device or cpu"):
+        quantize_fp4(torch.ones(3, 256, device="meta"))
+    for quantize in (quantize_fp4, quantize_fp8):
+        with pytest.raises(ValueError, match="^w: layout torch.sparse_coo must be torch.strided"):
+            quantize(torch.ones(3, 256).to_sparse())
+    for size in (128.0, True, "128"):
+        with pytest.raises(TypeError, match="^group_size: an int is needed, not "):
+            quantize_fp4(torch.ones(3, 256), size)  # type: ignore[arg-type]
+
+
 def test_strided_weights_are_read_through_their_strides() -> None:
     w = random_weight(256, 40)
     assert torch.equal(quantize_fp4(w.T).codes, quantize_fp4(w.T.contiguous()).codes)
@@ -251,6 +262,10 @@ def test_load_weight(tmp_path: Path) -> None:
 
 
 def test_load_weight_of_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="^path: a str or a Path is needed, not int"):
+        load_weight(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^name: a str or None is needed, not int"):
+        load_weight(tmp_path / "none.safetensors", 3)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="no file"):
         load_weight(tmp_path / "none.safetensors", "w")
     junk = tmp_path / "junk.safetensors"

@@ -163,3 +163,20 @@ def test_a_wrong_step_fails(scalar, name, tmp_path, monkeypatch):
 def test_a_workload_of_another_op_is_refused(scalar):
     with pytest.raises(ValueError, match="is of decode, and prefill/01_scalar is a step of prefill"):
         parity.check(scalar, "decode/d512-16x1-b1-kv4k-bf16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"step": 3}, TypeError, "step: a name or a Step is needed, not int"),
+        ({"workload": 3}, TypeError, "workload: a name or a Workload is needed, not int"),
+        ({"seed": "0"}, TypeError, "seed: an int is needed, not str"),
+        ({"seed": -1}, ValueError, "seed: -1 must be from 0 to"),
+        ({"seed": 2**64}, ValueError, "seed: 18446744073709551616 must be from 0 to"),
+        ({"run": "here"}, TypeError, "run: a RunWriter or None is needed, not str"),
+        ({"device": 3}, ValueError, "device: '3' must be auto"),
+    ],
+)
+def test_check_refuses_by_name(changes, error, told):
+    with pytest.raises(error, match=f"^{told}"):
+        parity.check(**{"step": "prefill/01", "workload": "prefill/published-instance", **changes})
