@@ -575,7 +575,8 @@ class Session:
             line["gain"] = _gain(our_last, our_ms)
             if theirs:
                 gpu = next(iter(theirs.values()))["gpu"]
-                line |= {f"published, {gpu}": _cell(their_ms), "published gain": _gain(their_last, their_ms)}
+                line |= {f"published, {gpu}": _published_cell(theirs.get(name)),
+                         "published gain": _gain(their_last, their_ms)}  # fmt: skip
             table.append(line)
             our_last, their_last = our_ms, their_ms
         for peer in peers_of([workload]):
@@ -710,8 +711,25 @@ def _cell(ms: float | None) -> str:
     return "not known" if ms is None else f"{number(ms)} ms"
 
 
+def _published_cell(row: dict[str, Any] | None) -> str:
+    if row is None or pd.isna(row["slower"]):
+        return _cell(row["ms"] if row else None)
+    return f"about {row['ms']:.2g} ms: {row['slower']:g} % slower than the step before"
+
+
 def _gain(before: float | None, after: float | None) -> str:
     return f"{before / after:.2f} x" if before and after else ""
+
+
+def best_libraries(workloads: Sequence[Workload]) -> pd.DataFrame:
+    """The best library known for each workload and its figure on an H200, of ``data/published.csv``, as text."""
+    units = {"tflops": "TFLOP/s", "us": "us"}
+    table = [
+        {"workload": w.name, "best library": w.peer_name, "its figure": f"{w.peer:g} {units[w.unit]}"}
+        for w in workloads
+        if w.peer is not None
+    ]
+    return pd.DataFrame(table).set_index("workload")
 
 
 def ceilings_table(ceilings: Ceilings) -> pd.DataFrame:

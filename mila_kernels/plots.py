@@ -119,7 +119,8 @@ def ladder(
     ``timings``: one row a step, in the order to draw, with ``step``, ``median_us``, ``p10_us``, ``p90_us`` and, if
     rows may be stale, ``stale``. Rows with an empty ``source_sha`` are peers and have a colour of their own.
     ``published``: rows with ``step``, ``ms`` and ``gpu``: others' figures for the same work; a step without one gets
-    none, a step that only they have is drawn too. ``limit_us``: the least time that the device's measured ceilings
+    none, a step that only they have is drawn too; where they have ``slower``, the time is worked out from a percentage
+    and marked. ``limit_us``: the least time that the device's measured ceilings
     allow; without it, ``timings`` has it as a column, each row its own run's. ValueError names a missing column or a
     limit that is not positive.
     """
@@ -182,8 +183,10 @@ def _ladder_times(
     places = [rows[name] + shift for name in theirs["step"]]
     label = f"published, {', '.join(dict.fromkeys(theirs['gpu']))}"
     axes.barh(places, theirs["ms"], height=height, color="#F2F2F2", edgecolor=MUTED, hatch="////", label=label)
-    for place, value in zip(places, theirs["ms"], strict=True):
-        axes.text(value * 1.09, place, f"{number(value)} ms", va="center", fontsize=8.5, color=MUTED)
+    slower = theirs["slower"] if "slower" in theirs else pd.Series(float("nan"), index=theirs.index)
+    for place, value, more in zip(places, theirs["ms"], slower, strict=True):
+        text = f"{number(value)} ms" if pd.isna(more) else f"about {number(value, 2)} ms: {more:g} % slower"
+        axes.text(value * 1.09, place, text, va="center", fontsize=8.5, color=MUTED)
 
 
 def _peers(timings: pd.DataFrame) -> list[bool]:

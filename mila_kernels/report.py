@@ -72,17 +72,24 @@ def _steps(op: str) -> list[Step]:
 
 
 def published(op: str, workload: str) -> pd.DataFrame:
-    """Other people's figures for a workload: ``step``, ``ms``, ``gpu``, ``source``; empty where there are none."""
-    empty = pd.DataFrame({"step": [], "ms": [], "gpu": [], "source": []})
+    """Other people's figures for a workload: ``step``, ``ms``, ``gpu``, ``source``; empty where there are none.
+
+    ``slower`` is the percentage over the step before where only that was published: ``ms`` is then worked out from it.
+    """
+    columns = ["step", "ms", "gpu", "source", "slower"]
     if not PUBLISHED.exists():
-        return empty
+        return pd.DataFrame(columns=columns)
     table = pd.read_csv(PUBLISHED, dtype=str, keep_default_na=False)
-    rows = table[
-        (table["op"] == op) & (table["workload"] == workload) & (table["step"] != "") & (table["unit"] == "ms")
-    ]
-    gpus = [short(gpu) for gpu in rows["gpu"]]
-    found = {"step": rows["step"], "ms": rows["value"].astype(float), "gpu": gpus, "source": rows["source"]}
-    return pd.DataFrame(found).reset_index(drop=True)
+    rows = table[(table["op"] == op) & (table["workload"] == workload) & (table["step"] != "")]
+    found: list[dict[str, Any]] = []
+    for row in rows.sort_values("step", kind="stable").to_dict("records"):
+        line = {"step": row["step"], "gpu": short(row["gpu"]), "source": row["source"]}
+        if row["unit"] == "ms":
+            found.append({**line, "ms": float(row["value"]), "slower": float("nan")})
+        elif row["quantity"] == "slowdown" and found:
+            slower = float(row["value"])
+            found.append({**line, "ms": found[-1]["ms"] * (1 + slower / 100), "slower": slower})
+    return pd.DataFrame(found, columns=columns)
 
 
 def lines(op: str, gpu: str) -> list[Line]:

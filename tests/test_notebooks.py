@@ -22,6 +22,7 @@ from mila_kernels.results import CounterRow, RunRow, TimingRow
 FILES = batch.find((), NOTEBOOKS)
 DEFAULTS = {"device": "auto", "gpu": "h200", "preset": "quick", "seed": 0}
 INSTANCE = shapes.workload("prefill/published-instance")
+LAST_QUERIES = (INSTANCE.name, "prefill/d512-16x1-n8192", "prefill_ring/d256-16x8-w1024-n8192")
 
 
 # The first of these to run waits for all notebooks, which build every step in emulation.
@@ -167,6 +168,16 @@ def test_recorded_rows_are_shown_latest_run_first_and_stale_ones_marked(recorded
     share = notebook.work(INSTANCE).flops / 700e6 / 20_000
     assert table.loc["01_scalar", "share of the limit"] == f"{100 * share:.2g} %"
     assert table.loc["02_smem_tiles", "published gain"] == "1.23 x", "127 ms to 103 ms"
+    ablation = session.ladder(["prefill/05", "prefill/06"], INSTANCE, rows).iloc[1]
+    assert ablation["published, RTX 4070"] == "about 36 ms: 57 % slower than the step before"
+    assert ablation["published gain"] == "0.64 x"
+
+
+def test_the_best_library_of_a_workload() -> None:
+    table = notebook.best_libraries([INSTANCE, shapes.workload("prefill/d512-16x1-n8192")])
+    assert table.to_dict("index") == {
+        "prefill/d512-16x1-n8192": {"best library": "FFPA CuTe", "its figure": "547 TFLOP/s"}
+    }
 
 
 def test_mean_over_chunks_is_not_taken_for_the_launch_whose_shape_it_bears(recorded: Path) -> None:
@@ -299,7 +310,9 @@ def all_recorded(recorded: Path) -> Path:
             for place, step in enumerate(steps.steps(op)):
                 results.append(folder, timed(step.name, case, 30_000.0 / (1 + place), step.source_sha))
                 if case in by_tokens:
-                    results.append(folder, compared(step, case))
+                    results.append(folder, compared(step, case.shape))
+                if case.name in LAST_QUERIES:
+                    results.append(folder, compared(step, f"{case.shape} last 256"))
             for peer in notebook.peers_of([case]):
                 results.append(folder, timed(peer.name, case, 5000.0))
             for name in (name for name in ablate.names() if name.startswith(f"{op}/")):
@@ -335,9 +348,9 @@ def all_recorded(recorded: Path) -> Path:
     return recorded
 
 
-def compared(step: steps.Step, case: shapes.Workload) -> results.ParityRow:
+def compared(step: steps.Step, shape: str) -> results.ParityRow:
     return results.ParityRow(
-        run_id="run-2", op=step.op, step=step.name, source_sha=step.source_sha, backend="cuda", shape=case.shape,
+        run_id="run-2", op=step.op, step=step.name, source_sha=step.source_sha, backend="cuda", shape=shape,
         seed=0, rel_l2=1.7e-3, max_abs=0.1, nonfinite=0, bound=1.8e-3, passed=True,
     )  # fmt: skip
 
