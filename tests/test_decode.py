@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mila_kernels import build, knobs, notebook, outputs, parity, reference, shapes, steps
 from mila_kernels.attention_decode import decode, merge
@@ -235,6 +237,28 @@ def test_parity_on_plain_and_on_poisoned_memory(step: str, shape: dict[str, Any]
     workload = shapes.attention_workload("decode", batch=2, mask="", **shape)
     for row in parity.check(step, workload, seed=1, device=device):
         assert row.passed, row
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4), kind=st.sampled_from(KINDS), q_len=st.integers(1, 8),
+    group=st.integers(1, 5), kv_heads=st.integers(1, 3), window=st.none() | st.integers(1, 40),
+    splits=st.none() | st.integers(1, 9), dtype=st.sampled_from((BF16, E4M3)), page=st.sampled_from((16, 32, 64)),
+    scale=st.none() | st.floats(-2, 2), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape(
+    few: str, device: torch.device, lengths: list[int], kind: str, q_len: int, group: int, kv_heads: int,
+    window: int | None, splits: int | None, dtype: torch.dtype, page: int, scale: float | None, seed: int,
+) -> None:  # fmt: skip
+    batch = len(lengths)
+    k, v = (normal(batch, 90, kv_heads, 64, dtype=dtype, device=device, seed=seed + i) for i in (1, 2))
+    q = normal(batch, q_len, group * kv_heads, 64, device=device, seed=seed)
+    cache = make_cache(kind, k, v, lengths, page=page, capacity=50 if kind == "ring" else None)
+    call = {"window": window or (43 if kind == "ring" else None), "scale": scale}
+    with outputs.guarding() as changed:
+        out = decode(q, cache, ints(lengths, device), step=few, num_splits=splits, return_lse=True, **call)
+    close(out, reference.decode(q, cache, ints(lengths, device), **call), 2.0**-8)
+    assert changed() == 0
 
 
 def test_turned_knobs_change_nothing(few: str, backend: str) -> None:

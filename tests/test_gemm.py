@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import mila_kernels.gemm as gemm
 from mila_kernels import build, outputs, paths, reference, steps
@@ -61,6 +63,25 @@ def test_against_float64(step: str, device: torch.device, large: bool) -> None:
         y = gemm_w4a8((codes, scales), w, step=step, bias=bias, out_dtype=out_dtype)
         assert y.shape == (m, n) and y.dtype == out_dtype and y.is_contiguous()
         assert rel_l2(y, truth(codes, scales, w, bias)) <= bound(step, y), (m, n, k)
+
+
+@pytest.mark.parametrize("step", ["gemm_w4a8/04_fused_mma", STEPS[-1]])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    m=st.integers(0, 150), n=st.integers(1, 150), groups=st.integers(1, 3), out_dtype=st.sampled_from((BF16, FP16)),
+    scale_dtype=st.sampled_from((torch.float32, BF16)), bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape(
+    step: str, device: torch.device, m: int, n: int, groups: int, out_dtype: torch.dtype, scale_dtype: torch.dtype,
+    bias: bool, seed: int,
+) -> None:  # fmt: skip
+    skip_unless_it_runs(step, device)
+    w = weight(n, 128 * groups, seed, scale_dtype).to(device)
+    codes, scales = (t.to(device) for t in reference.quantize_activations(random((m, 128 * groups), seed + 1)))
+    b = random((n,), seed + 2, out_dtype).to(device) if bias else None
+    y = gemm_w4a8((codes, scales), w, step=step, bias=b, out_dtype=out_dtype)
+    assert y.shape == (m, n) and y.dtype == out_dtype
+    assert not m or rel_l2(y, truth(codes, scales, w, b)) <= bound(step, y)
 
 
 @pytest.mark.parametrize("step", STEPS)

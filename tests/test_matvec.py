@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import mila_kernels.linear as linear
 from mila_kernels import build, reference, steps
@@ -15,6 +17,7 @@ from mila_kernels.ops import op
 from mila_kernels.shapes import linear_workload
 
 STEPS = [s.id for name in ("matvec_fp4", "matvec_fp8") for s in steps.steps(name)]
+STEPS_FP4 = [s.id for s in steps.steps("matvec_fp4")]
 TENSOR_CORE_STEPS = [s for s in STEPS if linear.step_layout(steps.step(s)) != "rows"]
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -67,6 +70,25 @@ def test_against_float64(step: str, dtype: torch.dtype, device: torch.device, la
             y = matvec(step, x, w, bias=b)
             assert y.shape == (m, n) and y.dtype == dtype
             assert rel_l2(y, reference.matvec(x, w.dequantize(torch.float64), b)) <= bound(y), (m, n, k)
+
+
+@pytest.mark.parametrize("step", ["matvec_fp4/01_lookup_table", STEPS_FP4[-1]])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    m=st.integers(0, 16), n=st.integers(1, 90), groups=st.integers(1, 5), dtype=st.sampled_from((BF16, FP16)),
+    scale_dtype=st.sampled_from((torch.float32, BF16)), bias=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_shape(
+    step: str, device: torch.device, m: int, n: int, groups: int, dtype: torch.dtype, scale_dtype: torch.dtype,
+    bias: bool, seed: int,
+) -> None:  # fmt: skip
+    skip_unless_it_runs(step, device)
+    k = 128 * groups
+    w = quantize_fp4(random((n, k), seed) / k**0.5, scale_dtype=scale_dtype).to(device)
+    x, b = random((m, k), seed + 1, dtype).to(device), random((n,), seed + 2, dtype).to(device) if bias else None
+    y = matvec(step, x, w, bias=b)
+    assert y.shape == (m, n) and y.dtype == dtype
+    assert not m or rel_l2(y, reference.matvec(x, w.dequantize(torch.float64), b)) <= bound(y)
 
 
 @pytest.mark.parametrize("step", ["matvec_fp4/15_two_blocks", "matvec_fp4/16_few_instructions"])
