@@ -3,7 +3,7 @@
 // Prediction: K and V leave L2 4 times less often, a fragment of V serves 4 products in place of 1, and 64 KB of
 //   partial scores no longer cross shared memory a tile: three times faster, on one block of 8 warps an SM.
 // Measured: H200, 2026-11-29, prefill/published-instance: 0.425 ms, 2.1 times faster than step 09; N 8192: 6.35 ms, 173
-//   TFLOP/s. ncu: L2 throughput 14% in place of 78% (step 08).
+//   TFLOP/s. ncu: L2 throughput 13% in place of 78% (step 08).
 // Verdict: Kept. The largest gain past the published end, though two and not three times: one block an SM leaves 8
 //   warps that all wait at the same barriers, and their copies cost as much as their products (next step).
 // Architectures: sm_90a sm_100a

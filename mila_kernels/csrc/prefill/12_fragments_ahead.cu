@@ -5,9 +5,9 @@
 // Measured: H200, 2026-11-29, prefill/published-instance: 0.327 ms, no faster; N 8192: 4.87 ms, 226 TFLOP/s.
 //   ncu: 18% fewer instructions, and the wait for shared memory (short scoreboard) 1.95 clocks an instruction in place
 //   of 1.07; its path is 54% busy in both.
-// Verdict: Kept for what it allows, though the prediction missed: a warp waits for shared memory's throughput (384 bytes
-//   an mma in the scores), not for the latency of one load: what it no longer waits before the products it waits at
-//   them. With fewer bytes (step 15) the order does count.
+// Verdict: Kept for what it allows, though the prediction missed: a warp waits for shared memory's throughput (384
+//   bytes an mma in the scores), not for the latency of one load: what it no longer waits before the products it waits
+//   at them. With fewer bytes (step 15) the order does count.
 // Architectures: sm_90a sm_100a
 // Head dims: 64 128 256 512
 // Alignment: 16

@@ -3,7 +3,7 @@
 //   so the end of the launch runs on a few SMs. At N 8192, 16 heads, 128 row tiles on 132 SMs: 5% faster; the same
 //   without a mask.
 // Measured: H200, 2026-11-29, prefill/published-instance: 0.303 ms, no faster; N 8192: 4.29 ms, 256 TFLOP/s, 1.07
-//   times. ncu on the published instance: every counter as in step 13.
+//   times. ncu on the published instance: instructions, throughputs and stalls as in step 13.
 // Verdict: Kept. As predicted at N 8192. The published instance has 128 blocks on 132 SMs, one wave, in which order
 //   means nothing.
 // Architectures: sm_90a sm_100a

@@ -6,8 +6,8 @@
 //   mma.sync alone, operands in registers, by hand: 633 TFLOP/s. ncu: shared memory throughput 50%, issue slots
 //   33%, 0.43 warps eligible a clock.
 // Verdict: Kept, the fastest step on mma.sync. As predicted. What limits it: products, softmax and barriers take turns
-//   on one block an SM. At N 8192 no stage alone is it: without copies 21% of the time goes, without scores 28%, without
-//   values 26%, without softmax 17%, so each is hidden by a part of the others only.
+//   on one block an SM. At N 8192 no stage alone is it: without copies 21% of the time goes, without scores 28%,
+//   without values 26%, without softmax 17%, so each is hidden by a part of the others only.
 // Architectures: sm_90a sm_100a
 // Head dims: 64 128 256 512
 // Alignment: 16

@@ -4,11 +4,11 @@
 // Prediction: two blocks fit an SM and neither waits for the other, so one's softmax runs under the other's products.
 //   K and V leave L2 twice as often: 256 KB for what takes 3,300 cycles of products, near the 62 bytes a cycle that L2
 //   gives an SM. A tenth faster than the best before; and it fits the 99 KB of an Ada or a consumer Blackwell.
-// Measured: H200, 2026-11-29, prefill/published-instance: 0.302 ms; N 8192: 4.46 ms, 247 TFLOP/s.
+// Measured: H200, 2026-12-01, prefill/published-instance: 0.299 ms; N 4096, 8192, 16384: 232, 239, 239 TFLOP/s (step
+//   15: 273, 287, 294).
 //   ncu: L2 59% busy (step 15: 22%), 42% more instructions.
-// Verdict: Slower on the H200. The overlap of two blocks is paid for with twice the traffic from L2, and the longer the
-//   prompt the more (step 15 gains from 8192 to 16384, this one loses). It is the form for cards with 99 KB of shared
-//   memory, on which steps 10 to 16 do not fit.
+// Verdict: Slower on the H200, and a longer prompt does not mend it: the overlap of two blocks is paid for with twice
+//   the traffic from L2. It is the form for cards with 99 KB of shared memory, on which steps 10 to 16 do not fit.
 // Predecessor: 15_split_qk
 // Head dims: 64 128 256 512
 // Alignment: 16
