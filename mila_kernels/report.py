@@ -353,6 +353,29 @@ def readme(text: str, gpu: str) -> str:
     return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]](gpu).strip()}\n\n{part[3]}", text)
 
 
+# --- executed notebooks ---
+
+
+def stale_cards(gpu: str) -> list[str]:
+    """Which executed notebooks show a step's words as they no longer stand in its source: notebook, step and part each.
+
+    Words change without a run, so this is told and fails nothing; the next recording brings them up to date.
+    """
+    known = {step.id: step for step in steps.steps()}
+    found = []
+    for file in sorted((paths.RESULTS / gpu / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", []) if "cards(" in "".join(cell["source"]) else []:
+                step = None
+                for line in "".join(output.get("data", {}).get("text/markdown", "")).split("\n\n"):
+                    part, _, text = line[1:].partition(":* ")
+                    if line.startswith("**"):
+                        step = known.get(line.strip("*"))
+                    elif step and text and getattr(step, part.lower()) != text:
+                        found.append(f"{file.stem}: {step.id}, {part.lower()}")
+    return found
+
+
 # --- the command ---
 
 
@@ -402,6 +425,9 @@ def _readme(gpu: str, check: bool) -> int:
     if not check and new != old:
         README.write_text(new, encoding="utf-8")
     print("README.md is current")
+    old_words = stale_cards(gpu)
+    if old_words:
+        print(f"older words of steps in executed notebooks: {'; '.join(old_words)}")
     return 0
 
 

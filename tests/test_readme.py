@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from mila_kernels import parity, paths, reference, report, results, shapes, steps
+from mila_kernels import notebook, parity, paths, reference, report, results, shapes, steps
 from mila_kernels.__main__ import main
 
 README = (paths.ROOT / "README.md").read_text()
@@ -190,6 +191,17 @@ def test_charts_of_recorded_rows(rows: Path) -> None:
     ]
     assert report.device("h200") == "H200"
     assert report.draw("nowhere") == []
+
+
+def test_older_words_in_an_executed_notebook_are_told(rows: Path) -> None:
+    name = "prefill/01_scalar"
+    card = notebook.cards([name, "prefill/02"], "change", "verdict")
+    for stem, shown in (("01_same", card), ("02_older", card.replace("*Verdict:* Kept", "*Verdict:* Left", 1))):
+        data = {"data": {"text/markdown": shown}}
+        cells = [{"source": 'notebook.cards(names, "change", "verdict")', "outputs": [data]}, {"source": "# words"}]
+        (rows / "notebooks").mkdir(exist_ok=True)
+        (rows / "notebooks" / f"{stem}.ipynb").write_text(json.dumps({"cells": cells}))
+    assert report.stale_cards("h200") == [f"02_older: {name}, verdict"]
 
 
 def test_scaling_takes_whole_sequences(rows: Path) -> None:
