@@ -1,12 +1,12 @@
-// Change: two blocks of a cluster own 128 rows, on wgmma and tensor copies. Of 128 keys each block takes the scores of 64
-//   and sends its P to the other through shared memory; each sums the values of all 128 into half of O's columns. Two
+// Change: two blocks of a cluster own 128 rows, on wgmma and tensor copies. Of 128 keys each block takes the scores of
+//   64 and sends its P to the other through shared memory; each sums the values of all 128 into half of O's columns. Two
 //   warpgroups take scores, two sum. A row's P and O are over 2^e with a whole e, which a block raises by itself where
 //   a score passes it by 8; O and P are brought to one e only where the two differ.
 // Prediction: K and V come half as often to an SM as to one block that owns 64 rows: 32 bytes a clock of the 62 that
 //   tensor copies bring. A tile is 4,096 clocks of products, and 616 KB through shared memory, 4,800 clocks at 128
 //   bytes. 550 TFLOP/s at N 8192, causal: twice step 15, as far as FFPA's 547.
-// Measured: H200, 2026-12-01, prefill/published-instance: 0.118 ms, 2.3 times faster than step 15. 16 heads on 1, N 4096 /
-//   8192 / 16384: 564 / 615 / 608 TFLOP/s (step 15: 273 / 287 / 294), 8 on 4, N 8192: 634 (285), 32 on 32, not causal:
+// Measured: H200, 2026-12-01, prefill/published-instance: 0.118 ms, 2.3 times faster than step 15. 16 heads on 1, N 4096
+//   / 8192 / 16384: 564 / 615 / 608 TFLOP/s (step 15: 273 / 287 / 294), 8 on 4, N 8192: 634 (285), 32 on 32, not causal:
 //   598 (263). Error at N 8192 2.33e-3 (step 15 and SDPA: 2.28e-3), as P's largest element is not exactly 1. By hand: a
 //   tile takes 5,550 clocks; one call after another at 700 W runs at 1,500 MHz, a cold GPU gives 650 TFLOP/s at N
 //   8192. With pieces of 8 KB in place of 16, and addresses worked out in the loop over them, 9,900 clocks.
@@ -61,8 +61,8 @@ struct Rows {
   DEVICE bool live(const PrefillArgs& args, int r) const { return token + (r >> log2_exact(heads)) < args.q_len; }
 };
 
-// Clusters that run at one time share K and V: `at_once` columns, each a group of `heads` and a sequence, are gone through
-// together, of each the longest rows of the causal triangle first, so that short ones fill the end.
+// Clusters that run at one time share K and V: `at_once` columns, each a group of `heads` and a sequence, are gone
+// through together, of each the longest rows of the causal triangle first, so that short ones fill the end.
 struct Order {
   int heads, groups, columns, at_once, tiles;  // tiles: of rows, a column
 
@@ -85,8 +85,8 @@ DEVICE float2 unpack2(uint32_t pair) {
     return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
-// The copies, in the order in which they are read: K of tiles 0 and 1, V of 0, K of 2, V of 1, and so on. Each piece takes
-// the place of the same piece of what is read just before it.
+// The copies, in the order in which they are read: K of tiles 0 and 1, V of 0, K of 2, V of 1, and so on. Each piece
+// takes the place of the same piece of what is read just before it.
 struct Loads {
   const CUtensorMap &k_map, &v_map;
   int kv_head, batch, begin, tiles, rank;
