@@ -632,11 +632,31 @@ Accumulators* accumulators_of(Warpgroup& g, uint32_t group, uint32_t n, bool kee
   return &mine;
 }
 
+// The warps of a warpgroup have executed the same instructions since its last product: compute-sanitizer's synccheck asks
+// for that as well, although a fence or a wait in a branch of some warps does no harm that is known.
+void check_calls(Warpgroup& g, uint32_t group) {
+  for (uint32_t i = 1; i < 4; ++i) {
+    const std::vector<Place>&a = g.calls[0], &b = g.calls[i];
+    const size_t both = std::min(a.size(), b.size());
+    size_t same = 0;
+    while (same < both && same_site(a[same].site, b[same].site)) ++same;
+    if (same == a.size() && same == b.size()) continue;
+    const auto next = [&](const std::vector<Place>& calls) {
+      return same < calls.size() ? "at " + where(calls[same]) : std::string("with nothing");
+    };
+    report("divergence within a warpgroup: before its next wgmma, or its end, warp 0 of warpgroup " +
+           std::to_string(group) + " goes on " + next(a) + ", and warp " + std::to_string(i) + " " + next(b) +
+           "; fence, commit_group, wait_group and setmaxnreg are the whole warpgroup's");
+  }
+  for (auto& calls : g.calls) calls.clear();
+}
+
 // All lanes have come.
 void start_product(Worker& w, uint32_t group, Wgmma type, uint32_t n, bool a_mn, bool b_mn, const Place& place) {
   Warpgroup& g = w.hopper->groups[group];
   const WgmmaOperand& first = g.operands[0];
   const std::string what = "wgmma by warpgroup " + std::to_string(group);
+  check_calls(g, group);
   for (const WgmmaOperand& o : g.operands)
     if (o.a_descriptor != first.a_descriptor || o.b_descriptor != first.b_descriptor ||
         (o.scale_d != 0) != (first.scale_d != 0) || !o.a != !first.a)
@@ -730,7 +750,11 @@ void together(Kind kind, uint32_t shape, const Place& place, Act act) {
   if (!in_warpgroup(t))
     report(std::string(kind_name(kind)) + " by " + who(t) + ", which is in no whole warpgroup, " + where(place));
   meet(kind, 0xffffffffu, shape, place, nullptr,
-       [&](Pending&) { act(t.worker->hopper->groups[group], t.linear / 32 % 4); });
+       [&](Pending&) {
+         Warpgroup& g = t.worker->hopper->groups[group];
+         g.calls[t.linear / 32 % 4].push_back(place);
+         act(g, t.linear / 32 % 4);
+       });
 }
 
 void check_exit(Thread& t) {
@@ -745,6 +769,8 @@ void check_exit(Thread& t) {
       report("in flight: " + who(t) + " exits, and did not wait for its warpgroup's wgmma, issued at " +
              where(h.groups[group].products.empty() ? t.place : h.groups[group].products.front().place));
   if (w.block_alive[t.rank] > 1) return;
+  const uint32_t groups = w.launch->block_threads / WARPGROUP_LANES;
+  for (uint32_t i = t.rank * groups; i < (t.rank + 1) * groups; ++i) check_calls(h.groups[i], i);
   for (const Load& load : h.loads)
     if (load.box.offset / WINDOW_BYTES == t.rank)
       report("in flight: the block's last thread, " + who(t) +

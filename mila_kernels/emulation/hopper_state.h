@@ -89,7 +89,8 @@ struct Warpgroup {
   size_t products_done;
   uint32_t committed[4], waited[4];
   bool fenced[4];
-  int registers;  // as setmaxnreg said; 0: not yet
+  std::vector<Place> calls[4];  // of its warps to the instructions that all of it executes, since the last product
+  int registers;               // as setmaxnreg said; 0: not yet
 };
 
 struct Guard {  // registers that a product in flight has

@@ -27,7 +27,7 @@ enum Barrier { PRODUCER_BARRIER = 1, TURN_BARRIER };
 template <int HS>
 constexpr int KEYS = HS == 256 ? 64 : 128;  // a tile
 template <int HS>
-constexpr int Q_KEPT = HS == 256 ? 4 : 0;  // products of 16 columns whose Q stays in registers: as many as fit
+constexpr int Q_KEPT = HS == 256 ? 2 : 0;  // products of 16 columns whose Q stays in registers
 
 template <int HS>
 struct Smem {
@@ -271,6 +271,20 @@ struct Consumer {
       for (int j = 0; j < 4; ++j) p[i][j] = pack2<T>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
   }
 
+  // Values of the tile before are in; O and P take the maximum of this one. At a loop's start: the compiler would begin
+  // to wait before the exponentials, which belong under those values.
+  DEVICE void settle(float (&o)[HS / 2], uint32_t (&p)[Bc / 16][4], const float (&s)[Bc / 2], const float (&factor)[2],
+                     uint32_t at, bool any) {
+    wgmma_wait_group<0>();
+    if (any) release(smem.empty[1][stage_of(at)]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (!__all_sync(ALL_LANES, factor[h] == 1.0f))
+#pragma unroll
+        for (int i = 0; i < HS / 4; ++i) o[i / 2 * 4 + 2 * h + i % 2] *= factor[h];
+    round(p, s);
+  }
+
   DEVICE void turn_wait() {
     if (TURNS) bar_sync(TURN_BARRIER + half, CONSUMERS * WARPGROUP);
   }
@@ -304,9 +318,9 @@ struct Consumer {
         wgmma_wait_group<0>();
         release(smem.empty[0][stage_of(before)]);
         exponentials(s, factor, rows, rows.begin);
-        round(p, s);
         for (int tile = 1; tile < tiles; ++tile) {
           const uint32_t at = before + tile;
+          settle(o, p, s, factor, at - 2, tile > 1);
           mbarrier_wait(smem_u32(&smem.full[0][stage_of(at)]), parity_of(at));
           mbarrier_wait(smem_u32(&smem.full[1][stage_of(at - 1)]), parity_of(at - 1));
           turn_wait();
@@ -317,15 +331,8 @@ struct Consumer {
           wgmma_wait_group<1>();
           release(smem.empty[0][stage_of(at)]);
           exponentials(s, factor, rows, rows.begin + tile * Bc);
-          if (!__all_sync(ALL_LANES, factor[0] == 1.0f && factor[1] == 1.0f)) {
-            wgmma_wait_group<0>();
-#pragma unroll
-            for (int i = 0; i < HS / 2; ++i) o[i] *= factor[i % 4 / 2];
-          }
-          wgmma_wait_group<0>();  // after a branch: the compiler moves it no further up
-          release(smem.empty[1][stage_of(at - 1)]);
-          round(p, s);
         }
+        settle(o, p, s, factor, before + tiles - 2, tiles > 1);
         const uint32_t at = before + tiles - 1;
         release(smem.q_empty[half]);
         mbarrier_wait(smem_u32(&smem.full[1][stage_of(at)]), parity_of(at));
