@@ -3,7 +3,8 @@
 // Prediction: the modulus is one comparison a row. At head dim 256 a warp has only 32 columns, so the barriers and the
 //   sum of the partial scores weigh twice what they do at 512.
 // Measured: H200, 2026-11-29, prefill_ring/d256-16x8-w1024-n8192: 1,794 us, 72 TFLOP/s; n32768: 7,336 us; error 2.1e-3
-//   against float64.
+//   against float64. Counters: tensor cores work 12% of the time, and 68% of the clocks issue an instruction: 1,136
+//   million of them, where step 02 needs 156.
 // Verdict: Kept: it takes head dim 512 too, and it is what the rows' split is measured against.
 // Head dims: 64 128 256 512
 // Alignment: 16
