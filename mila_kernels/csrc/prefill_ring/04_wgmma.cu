@@ -10,7 +10,7 @@
 //   time, 74 million instructions (step 02: 156). By hand, not recorded: a tile takes 2,880 clocks at 1.7 GHz, and the
 //   products never pause: 512 clocks of scores take 900, as Q and K ask for 128 bytes a clock and copies come too.
 // Verdict: Kept. 2.1 times faster than step 02. Less than predicted at N 8192, for shared memory and power, which is
-//   the limit when calls follow one another: there, by hand, 530 TFLOP/s. Against it: P summed only before it is rounded,
+//   the limit when calls follow one another: there, by hand, 530 TFLOP/s. Against it: P summed only before rounding,
 //   5% (64 instructions a thread and tile); 2 of 16 pieces of Q in registers, 1.5%; O's rescale for 8 rows at a time,
 //   1%. No faster: 80 keys a tile (3% more are masked, and Q no longer fits), maxima and sums in four chains; slower by
 //   5%: the two products interleaved. Maxima raised only where a score passes them by 2^8 give 566 TFLOP/s at an error
