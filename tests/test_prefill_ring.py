@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -354,6 +356,55 @@ def test_check_mode_finds_nothing(step, seed):
     with build.emulation(check=True, seed=seed):
         out = prefill_through_ring(q, k, v, ring(capacity, k), int32(0), window=window, step=step, return_lse=True)
     assert_right(out, reference.attention(q, k, v, window=window), dtype)
+
+
+BUGS = [  # of 04_wgmma: name, a part of its text, what takes its place, what check mode says, or None: O is wrong
+    ("values of nobody are not zeroed", " || (is_v && live < Bc)", "", None),
+    ("the ring has no end", "slot + live > static_cast<uint32_t>(args.capacity) || ", "", None),
+    ("the maximum stays", "o[i / 2 * 4 + 2 * h + i % 2] *= factor[h];", ";", None),
+    ("a tile of K not waited for", "          mbarrier_wait(smem_u32(&smem.full[0][stage_of(at)]), parity_of(at));\n",
+     "", "in flight: .*reads by wgmma|uninitialised|race: "),
+    ("values given back while they are read", "    wgmma_wait_group<0>();\n    if (any) release",
+     "    if (any) release", "in flight: .*registers|in flight: .*overwrites"),
+    ("no barrier after rows are copied", "live);\n          bar_sync(PRODUCER_BARRIER, WARPGROUP);\n", "live);\n",
+     "in flight: .*cp.async|race: .*reads by wgmma|uninitialised"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "find", "replace", "says"), BUGS, ids=[bug[0] for bug in BUGS])
+def test_planted_bug_is_found(name, find, replace, says, tmp_path, monkeypatch):
+    original = steps.step("prefill_ring/04_wgmma")
+    assert original.source.count(find) == 1
+    text = original.source.replace(find, replace).replace('"../hopper.cuh"', '"hopper.cuh"')
+    text = text.replace('"args.cuh"', '"prefill_ring/args.cuh"')
+    # One kernel of the six: it compiles in a third of the time.
+    for other in (
+        "if (args.head_dim == 128) return launch_with<T, 128>",
+        "return launch_with<T, 256>(args, stream);",
+        "args->dtype == DTYPE_FP16 ? launch_with<fp16>(*args, stream) : ",
+    ):
+        assert other in text
+    text = text.replace("  if (args.head_dim == 128) return launch_with<T, 128>(args, stream);\n", "")
+    text = text.replace("return launch_with<T, 256>(args, stream);", "return nullptr;")
+    text = text.replace("args->dtype == DTYPE_FP16 ? launch_with<fp16>(*args, stream) : ", "")
+    path = tmp_path / "04_wgmma.cu"
+    path.write_text(text, encoding="utf-8")
+    planted = dataclasses.replace(original, path=path)
+    monkeypatch.setattr(steps, "step", lambda _: planted)
+    tokens, window = 400, 300
+    q, k, v = prompt(tokens, q_heads=2)
+    capacity = 500 if "zeroed" in name else 350  # the last tile ends within the ring, or crosses its end
+    cache = ring_after(capacity, k, v, int32(tokens), live=50 + window - 1)
+    with build.emulation(check=True, seed=0):
+        run = functools.partial(
+            prefill_ring, q[:, 350:], cache, int32(tokens), window=window, step="prefill_ring/04_wgmma"
+        )
+        if says:
+            with pytest.raises(build.KernelError, match=says):
+                run()
+        else:
+            found = parity.compare(run(), reference.attention(q[:, 350:], k, v, window=window)[0], 2.0**-8)
+            assert not found.passed, name
 
 
 @every_step
