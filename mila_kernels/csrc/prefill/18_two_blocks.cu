@@ -140,7 +140,7 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
   const uint32_t other = rank ^ 1;
 
   float exponent[2] = {-INFINITY, -INFINITY}, agreed[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {}, exact[2] = {};  // of P, rounded as V is multiplied by it; and before, for the LSE
+  float sum[2] = {};  // of P, before it is rounded
   const bool loader = threadIdx.x == 0;
   if (tiles > 0) mbarrier_wait(smem_u32(&smem.q_full), 0);
   for (int tile = 0; tile < tiles; ++tile) {
@@ -198,7 +198,6 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
       const float least = fmaxf(exponent[h], agreed[h]), raised = largest > least + SLACK ? ceilf(largest) : least;
       const float factor = exp2_of_difference(exponent[h], raised);
       sum[h] *= factor;
-      exact[h] *= factor;
       exponent[h] = raised;
       shift[h] = exponent[h] == -INFINITY ? 0.0f : exponent[h];
     }
@@ -209,10 +208,8 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
       for (int h = 0; h < 2; ++h) {
         const float low = ex2_approx_ftz(fmaf(s[4 * j + 2 * h], scale, -shift[h]));
         const float high = ex2_approx_ftz(fmaf(s[4 * j + 2 * h + 1], scale, -shift[h]));
-        exact[h] += low + high;
+        sum[h] += low + high;
         p[j][h] = pack2<T>(low, high);
-        const float2 rounded = unpack2<T>(p[j][h]);
-        sum[h] += rounded.x + rounded.y;
       }
 
     mbarrier_wait(smem_u32(&smem.p_empty[half]), (tile & 1) ^ 1);
@@ -246,7 +243,6 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     sum[h] = warp_sum<4>(sum[h]);
-    exact[h] = warp_sum<4>(exact[h]);
     const int at = warp * 16 + g + 8 * h;
     if (t == 0) {
       smem.sum[0][half][at] = sum[h];
@@ -256,31 +252,6 @@ DEVICE void score(Smem& smem, const PrefillArgs& args, const Rows& rows, const L
   __syncwarp();
   barrier_cluster_arrive();
   barrier_cluster_wait();
-  if (!args.lse) return;
-
-  // Q has been read: of its second half the first words are the LSE's.
-  float2* other_exact = reinterpret_cast<float2*>(smem.q[HS / 128]) + half * 64 + warp * 16 + g;
-  if (rank == 1 && t == 0)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t there = mapa_shared_cluster(smem_u32(other_exact + 8 * h), 0);
-      st_shared_cluster_u32(there, __float_as_uint(exact[h]));
-      st_shared_cluster_u32(there + 4, __float_as_uint(exponent[h]));
-    }
-  __syncwarp();
-  barrier_cluster_arrive();
-  barrier_cluster_wait();
-  if (rank == 0 && t == 0)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float2 theirs = other_exact[8 * h];
-      const float common = fmaxf(exponent[h], theirs.y);
-      const float total = exact[h] * exp2_of_difference(exponent[h], common) +
-                          theirs.x * exp2_of_difference(theirs.y, common);
-      if (rows.live(args, r + 8 * h))
-        args.lse[(static_cast<int64_t>(rows.batch) * args.q_heads + rows.head_of(r + 8 * h)) * args.q_len +
-                 rows.token_of(args, r + 8 * h)] = common / LOG2E + logf(total);
-    }
 }
 
 // P x factor, in rows of 64 under the swizzle: of a warp's 16 rows a lane takes half a row.
@@ -398,7 +369,7 @@ DEVICE void sum_values(Smem& smem, const Loads& loads, float (&o)[2][64], int en
   }
 }
 
-// O of a warp's 16 rows through the first half of where Q was, 512 bytes a row.
+// O of a warp's 16 rows through the first half of where Q was, 512 bytes a row, and their LSE.
 template <typename T>
 DEVICE void store(Smem& smem, const PrefillArgs& args, const Rows& rows, const float (&o)[2][64], int rank, int half) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, g = lane / 4, t = lane % 4;
@@ -410,6 +381,10 @@ DEVICE void store(Smem& smem, const PrefillArgs& args, const Rows& rows, const f
     const float sum = smem.sum[0][half][at] * exp2_of_difference(smem.exponent[0][half][at], agreed) +
                       smem.sum[1][half][at] * exp2_of_difference(smem.exponent[1][half][at], agreed);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const int r = half * 64 + at;
+    if (args.lse && rank == 0 && t == 0 && rows.live(args, r))
+      args.lse[(static_cast<int64_t>(rows.batch) * args.q_heads + rows.head_of(r)) * args.q_len +
+               rows.token_of(args, r)] = agreed / LOG2E + logf(sum);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -490,10 +465,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       sum_values<T, 1>(smem, loads, o, end);
     barrier_cluster_arrive();
     barrier_cluster_wait();  // nobody needs Q, or anything of the other block, any more
-    if (args.lse) barrier_cluster_arrive();
     store<T>(smem, args, rows, o, rank, warpgroup - HALVES);
-    __syncwarp();
-    if (args.lse) barrier_cluster_wait();
   }
 }
 
