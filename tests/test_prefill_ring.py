@@ -377,16 +377,6 @@ def test_planted_bug_is_found(name, find, replace, says, tmp_path, monkeypatch):
     assert original.source.count(find) == 1
     text = original.source.replace(find, replace).replace('"../hopper.cuh"', '"hopper.cuh"')
     text = text.replace('"args.cuh"', '"prefill_ring/args.cuh"')
-    # One kernel of the six: it compiles in a third of the time.
-    for other in (
-        "if (args.head_dim == 128) return launch_with<T, 128>",
-        "return launch_with<T, 256>(args, stream);",
-        "args->dtype == DTYPE_FP16 ? launch_with<fp16>(*args, stream) : ",
-    ):
-        assert other in text
-    text = text.replace("  if (args.head_dim == 128) return launch_with<T, 128>(args, stream);\n", "")
-    text = text.replace("return launch_with<T, 256>(args, stream);", "return nullptr;")
-    text = text.replace("args->dtype == DTYPE_FP16 ? launch_with<fp16>(*args, stream) : ", "")
     path = tmp_path / "04_wgmma.cu"
     path.write_text(text, encoding="utf-8")
     planted = dataclasses.replace(original, path=path)

@@ -17,6 +17,7 @@
 //   of 2.34e-3, more than SDPA's.
 // Architectures: sm_90a
 // Head dims: 64 128 256
+// Instances: head_dim dtype
 // Alignment: 16
 // Predecessor: 02_row_split
 #include "../hopper.cuh"
@@ -484,9 +485,10 @@ const char* launch_with(const PrefillRingArgs& args, cudaStream_t stream) {
 
 template <typename T>
 const char* launch_with(const PrefillRingArgs& args, cudaStream_t stream) {
-  if (args.head_dim == 64) return launch_with<T, 64>(args, stream);
-  if (args.head_dim == 128) return launch_with<T, 128>(args, stream);
-  return launch_with<T, 256>(args, stream);
+  const auto run = [&]<int HS>() { return launch_with<T, HS>(args, stream); };
+  if (args.head_dim == 64) return call_instance<T, 64>(run);
+  if (args.head_dim == 128) return call_instance<T, 128>(run);
+  return call_instance<T, 256>(run);
 }
 
 extern "C" const char* launch_step(const PrefillRingArgs* args, cudaStream_t stream) {

@@ -30,3 +30,20 @@ DEVICE int first_position(const PrefillRingArgs& args, int batch) {
 DEVICE KeyRange visible_positions(const PrefillRingArgs& args, int position) {
   return {max(0, position - args.window + 1), max(0, position + 1)};
 }
+
+// The instances of a library: one head dim and element type where a build names them, else all.
+#ifndef ONLY_HEAD_DIM
+#define ONLY_HEAD_DIM 0
+#endif
+#ifndef ONLY_DTYPE
+#define ONLY_DTYPE -1
+#endif
+
+template <typename T, int HS, typename F>
+const char* call_instance(F f) {
+  constexpr int DTYPE = std::is_same_v<T, fp16> ? DTYPE_FP16 : DTYPE_BF16;
+  if constexpr ((ONLY_HEAD_DIM == 0 || ONLY_HEAD_DIM == HS) && (ONLY_DTYPE == -1 || ONLY_DTYPE == DTYPE))
+    return f.template operator()<HS>();
+  else
+    return "this library was built for another head_dim or dtype";
+}
