@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Bug:
         text = original.source
         assert self.find in text, f"{original.id} has changed: {self.find!r} is not in it"
         # Includes from another folder, and one of the many instances, so that it compiles fast.
-        text = text.replace('#include "../ptx.cuh"', '#include "ptx.cuh"')
+        text = re.sub(r'#include "\.\./(ptx|hopper)\.cuh"', r'#include "\1.cuh"', text)
         text = text.replace('#include "args.cuh"', f'#include "{original.op}/args.cuh"')
         text = text.replace("return dispatch(*args, [&]", "return one_instance([&]")
         if "one_instance" in text:

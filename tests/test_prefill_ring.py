@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planted_bugs import Bug
 
 from mila_kernels import build, ops, outputs, parity, reference, shapes, steps
 from mila_kernels.attention import prefill
@@ -375,11 +376,8 @@ BUGS = [  # of 04_wgmma: name, a part of its text, what takes its place, what ch
 def test_planted_bug_is_found(name, find, replace, says, tmp_path, monkeypatch):
     original = steps.step("prefill_ring/04_wgmma")
     assert original.source.count(find) == 1
-    text = original.source.replace(find, replace).replace('"../hopper.cuh"', '"hopper.cuh"')
-    text = text.replace('"args.cuh"', '"prefill_ring/args.cuh"')
-    path = tmp_path / "04_wgmma.cu"
-    path.write_text(text, encoding="utf-8")
-    planted = dataclasses.replace(original, path=path)
+    bug = Bug(name, original.id, find, replace, says or "", ())
+    planted = dataclasses.replace(original, path=bug.plant(tmp_path).path)  # a step of the ring still, of one instance
     monkeypatch.setattr(steps, "step", lambda _: planted)
     tokens, window = 400, 300
     q, k, v = prompt(tokens, q_heads=2)

@@ -632,8 +632,8 @@ Accumulators* accumulators_of(Warpgroup& g, uint32_t group, uint32_t n, bool kee
   return &mine;
 }
 
-// The warps of a warpgroup have executed the same instructions since its last product: compute-sanitizer's synccheck asks
-// for that as well, although a fence or a wait in a branch of some warps does no harm that is known.
+// The warps of a warpgroup have executed the same of these instructions since its last product, as compute-sanitizer's
+// synccheck asks, too.
 void check_calls(Warpgroup& g, uint32_t group) {
   for (uint32_t i = 1; i < 4; ++i) {
     const std::vector<Place>&a = g.calls[0], &b = g.calls[i];

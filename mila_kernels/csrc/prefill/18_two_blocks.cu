@@ -6,12 +6,11 @@
 //   tensor copies bring. A tile is 4,096 clocks of products, and 616 KB through shared memory, 4,800 clocks at 128
 //   bytes. 550 TFLOP/s at N 8192, causal: twice step 15, as far as FFPA's 547.
 // Measured: H200, 2026-12-01, prefill/published-instance: 0.116 ms, 2.3 times faster than step 15. 16 heads on 1, N
-//   4096 / 8192 / 16384, in two runs: 558 to 564 / 615 to 650 / 608 to 610 TFLOP/s (step 15: 271 / 287 / 293), 8 on 4,
-//   N 8192: 629 to 634 (284), 32 on 32, not causal: 598 to 602 (263). Error at N 8192 2.33e-3 (step 15 and SDPA:
-//   2.28e-3), as P's largest element is not exactly 1. By hand: a tile takes 5,550 clocks; one call after another at
-//   700 W runs at 1,500 MHz, a cold GPU gives 650 TFLOP/s at N 8192. With pieces of 8 KB in place of 16, and addresses
-//   worked out in the loop over them, 9,900 clocks. P summed before it is rounded only: 0 to 3% faster, the error the
-//   same.
+//   4096 / 8192 / 16384: 567 / 645 / 629 TFLOP/s (step 15: 272 / 287 / 294), 8 on 4, N 8192: 652 (285), 32 on 32, not
+//   causal: 612 (261). Error at N 8192 2.33e-3 (step 15 and SDPA: 2.28e-3), as P's largest element is not exactly 1. By
+//   hand: a tile takes 5,550 clocks; one call after another at 700 W runs at 1,500 MHz. With pieces of 8 KB in place of
+//   16, and addresses worked out in the loop over them, 9,900 clocks. P summed after it is rounded, too: up to 3%
+//   slower (558 / 650 / 610, 629 and 602 in the recorded run before), the error the same.
 // Verdict: kept. Better than predicted while the GPU is cold; then power is the limit, not the 4,800 clocks of shared
 //   memory. Left: without a piece of the next scores issued before P is written, 1 to 3% faster than with one or two. A
 //   row's exponent raised to every maximum would bring both blocks' P together in nearly every tile: 475 TFLOP/s in

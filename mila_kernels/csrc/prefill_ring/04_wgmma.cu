@@ -29,7 +29,6 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int Br = CONSUMERS * 64;      // rows: the query heads of a KV head, token by token
 constexpr int STAGES = 2;               // tiles of K, and of V
 constexpr int64_t L2_BYTES = 24 << 20;  // of K and V, to be read again from L2
-constexpr bool TURNS = true;            // the warpgroups issue their products in turn
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 enum Barrier { PRODUCER_BARRIER = 1, TURN_BARRIER };
 
@@ -41,9 +40,9 @@ constexpr int Q_KEPT = HS == 256 ? 2 : 0;  // products of 16 columns whose Q sta
 template <int HS>
 struct Smem {
   static constexpr int Bc = KEYS<HS>;
-  uint16_t q[HS / 64][Br][64];         // rows of 128 bytes, under the 128-byte swizzle, as all that follows
+  uint16_t q[HS / 64][Br][64];  // rows of 128 bytes, under the 128-byte swizzle, as K and V, which follow
   uint16_t kv[2][STAGES][HS / 64][Bc][64];
-  uint16_t o[CONSUMERS * 4][8][HS];    // a warp's, on their way out
+  uint16_t o[CONSUMERS * 4][8][HS];  // a warp's, on their way out
   uint64_t q_full[CONSUMERS], q_empty[CONSUMERS];
   uint64_t full[2][STAGES], empty[2][STAGES];
 };
@@ -204,7 +203,7 @@ struct Consumer {
   const int half;
   const float scale;  // of the scores, to base 2
   float largest[2], sum[2];
-  uint32_t kept[Q_KEPT<HS> + 1][4];  // Q
+  uint32_t kept[Q_KEPT<HS> + 1][4];  // Q's fragments; an array of none is no array
 
   DEVICE int lane() const { return threadIdx.x % WARP; }
   DEVICE int warp() const { return threadIdx.x / WARP % 4; }
@@ -294,12 +293,9 @@ struct Consumer {
     round(p, s);
   }
 
-  DEVICE void turn_wait() {
-    if (TURNS) bar_sync(TURN_BARRIER + half, CONSUMERS * WARPGROUP);
-  }
-  DEVICE void turn_over() {
-    if (TURNS) bar_arrive(TURN_BARRIER + (half ^ 1), CONSUMERS * WARPGROUP);
-  }
+  // The warpgroups issue their products in turn: one's exponentials lie under the other's products.
+  DEVICE void turn_wait() { bar_sync(TURN_BARRIER + half, CONSUMERS * WARPGROUP); }
+  DEVICE void turn_over() { bar_arrive(TURN_BARRIER + (half ^ 1), CONSUMERS * WARPGROUP); }
 
   DEVICE void run(const Order& order) {
     uint32_t before = 0, q_parity = 0;
@@ -436,13 +432,13 @@ inline Strides strides_of(const int64_t (&stride)[3], int batch, int tokens, int
   return {bytes(stride[1], tokens), bytes(stride[2], heads), bytes(stride[0], batch)};
 }
 
+// 0 where the driver does not tell.
 inline int multiprocessors() {
 #ifdef __CUDACC__
   int device = 0, count = 0;
-  if (cudaGetDevice(&device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess)
-    return count;
-  return 132;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+  return known ? count : 0;
 #else
   return 3;  // so that a block has several tiles of rows
 #endif
@@ -479,6 +475,7 @@ const char* launch_with(const PrefillRingArgs& args, cudaStream_t stream) {
                                     Swizzle::b128);
   if (problem) return problem;
   const int sms = multiprocessors(), blocks = items < sms ? static_cast<int>(items) : sms;
+  if (sms == 0) return "the driver does not tell how many multiprocessors the device has";
   return launch(prefill_ring_wgmma<T, HS>, blocks, THREADS, sizeof(Smem<HS>), stream, q_map, k_map, v_map, args,
                 Order{log_heads, groups, group / heads, columns, at_once, tiles});
 }
