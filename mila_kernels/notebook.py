@@ -827,7 +827,9 @@ def _part(micros: float, whole: float) -> str:
 
 
 def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Session.check() as text: one row a step and shape."""
+    """Session.check() as text: one row a step and shape; recorded ones of changed sources are marked."""
+    if "stale" in rows:
+        rows = _stale_marked(rows)
     table = rows.assign(
         error=[f"{value:.1e}" for value in rows["rel_l2"]],
         bound=[f"{value:.1e}" for value in rows["bound"]],

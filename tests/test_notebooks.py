@@ -458,6 +458,13 @@ def test_the_last_queries_stand_for_a_whole_prompt(
         session.check_last(names, workload, 7)
 
 
+def test_recorded_errors_of_a_changed_source_are_marked(recorded: Path) -> None:
+    session = notebook.start("emulation")
+    rows = session.check(["prefill/01_scalar"], ["b1 q3h1 kv5h1 d64 causal bf16"])
+    assert set(notebook.parity_table(rows).index) == {"01_scalar"}
+    assert set(notebook.parity_table(rows.assign(stale=True)).index) == {"01_scalar (stale)"}
+
+
 def test_a_peer_that_refuses_a_shape_is_reported(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(**inputs: Any) -> Any:
         raise RuntimeError("no kernel for head dim 512\nat some place")
